@@ -7,7 +7,13 @@ from specdial.kernels.full_attention.reference import full_attention_reference
 
 
 def full_attention(
-    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, lengths: torch.Tensor, *, backend: Backend, mass: bool = False
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    lengths: torch.Tensor,
+    *,
+    backend: Backend,
+    mass: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Softmax attention over cached keys and the new block itself, causal inside the block.
 

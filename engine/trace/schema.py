@@ -1,0 +1,74 @@
+"""Columns of the trace's tables and of the cost table, and the shape of meta.json. One place defines them; all checks use it.
+
+A position is the committed length n at which a round starts: tokens 0..n-1 are committed, keys 0..n-2 are cached.
+"""
+
+import pyarrow as pa
+
+TRACE_SCHEMA = "specdial/trace/1"
+COSTS_SCHEMA = "specdial/costs/1"
+PLAIN, FULL = "plain", "full"  # values of rounds.mode
+
+ROUNDS = pa.schema(
+    [
+        pa.field("doc", pa.int32(), nullable=False),
+        pa.field("round", pa.int32(), nullable=False),
+        pa.field("context_tokens", pa.int32(), nullable=False),  # committed length when the round starts
+        pa.field("batch", pa.int32(), nullable=False),
+        pa.field("k", pa.int32(), nullable=False),
+        pa.field("accepted", pa.int32(), nullable=False),
+        pa.field("emitted", pa.int32(), nullable=False),
+        pa.field("mode", pa.string(), nullable=False),
+        pa.field("rounds_since_full", pa.int32(), nullable=False),
+        pa.field("draft_us", pa.float64(), nullable=False),
+        pa.field("verify_us", pa.float64(), nullable=False),
+        pa.field("select_us", pa.float64(), nullable=False),
+        pa.field("host_us", pa.float64(), nullable=False),
+    ]
+)
+
+# One row per drafted token. Dense recording: round is -1 and every position of the output has a chain of k_max drafts
+# per arm. `match`: greedy, the draft equals the target's token and all before it in the chain did too.
+# `reached`: every earlier draft of the chain matched, so verification judged this one.
+DRAFTS = pa.schema(
+    [
+        pa.field("doc", pa.int32(), nullable=False),
+        pa.field("round", pa.int32(), nullable=False),
+        pa.field("position", pa.int32(), nullable=False),
+        pa.field("arm", pa.int16(), nullable=False),
+        pa.field("depth", pa.int16(), nullable=False),  # 1 = first draft
+        pa.field("entropy_nats", pa.float32(), nullable=False),
+        pa.field("top1_prob", pa.float32(), nullable=False),
+        pa.field("margin", pa.float32(), nullable=False),
+        pa.field("match", pa.bool_(), nullable=False),
+        pa.field("accept_prob", pa.float32(), nullable=True),  # sampled decoding: min(1, p/q); null when greedy
+        pa.field("reached", pa.bool_(), nullable=False),
+    ]
+)
+
+# Medians of measured operations, in microseconds. op: plain (one decode step), draft (one draft token at `budget`),
+# verify (a full verification of k drafts), select (choosing and gathering `budget` keys, once a round),
+# host (the rest of a round). k and budget are 0 where they have no meaning.
+COSTS = pa.schema(
+    [
+        pa.field("op", pa.string(), nullable=False),
+        pa.field("context_tokens", pa.int32(), nullable=False),
+        pa.field("batch", pa.int32(), nullable=False),
+        pa.field("k", pa.int32(), nullable=False),
+        pa.field("budget", pa.int32(), nullable=False),
+        pa.field("median_us", pa.float64(), nullable=False),
+        pa.field("p10_us", pa.float64(), nullable=False),
+        pa.field("p90_us", pa.float64(), nullable=False),
+        pa.field("n", pa.int32(), nullable=False),
+        pa.field("bytes", pa.int64(), nullable=False),  # bytes the operation must move: weights + keys and values
+    ]
+)
+OPS = ("plain", "draft", "verify", "select", "host")
+
+TABLES: dict[str, pa.Schema] = {"rounds": ROUNDS, "drafts": DRAFTS}
+NON_NEGATIVE = ("draft_us", "verify_us", "select_us", "host_us", "median_us", "p10_us", "p90_us", "entropy_nats")
+KEYS: dict[str, tuple[str, ...]] = {
+    "rounds": ("doc", "round"),
+    "drafts": ("doc", "round", "position", "arm", "depth"),
+    "costs": ("op", "context_tokens", "batch", "k", "budget"),
+}

@@ -1,0 +1,113 @@
+"""Strict settings: a frozen dataclass read from a mapping, every mistake named by its dotted path.
+
+Nothing is coerced except int to float. NaN, infinity, unknown keys and values out of range are refused. Leaves out
+reading files (policies.file) and composing overrides (conf).
+"""
+
+import dataclasses
+import math
+import types
+import typing
+from collections.abc import Mapping
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin
+
+from specdial.policies.errors import UserError
+
+T = TypeVar("T")
+
+
+def setting(default: Any = dataclasses.MISSING, *, low: float | None = None, high: float | None = None) -> Any:
+    """A dataclass field with inclusive bounds that `parse` checks (for tuples, on every element)."""
+    return dataclasses.field(default=default, metadata={"low": low, "high": high})
+
+
+def parse(cls: type[T], value: object, where: str = "") -> T:
+    """Build `cls` from a mapping of its fields, recursively. Raises UserError naming the dotted path of the fault."""
+    if not isinstance(value, Mapping):
+        raise UserError(
+            f"{where or cls.__name__} must be a mapping, got {_show(value)}", "write it as key: value pairs"
+        )
+    fields = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    for key in value:
+        if key not in fields:
+            raise UserError(f"unknown field {_join(where, str(key))}", f"use one of {', '.join(fields)}")
+    hints = typing.get_type_hints(cls)
+    arguments = {}
+    for name, field in fields.items():
+        path = _join(where, name)
+        if name not in value:
+            if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
+                raise UserError(f"{path} is missing", f"add {name}")
+            continue
+        arguments[name] = _convert(hints[name], value[name], path)
+        _check_range(arguments[name], field.metadata, path)
+    return cls(**arguments)
+
+
+def to_plain(value: Any) -> Any:
+    """The mapping `parse` reads back: dataclasses to dicts in field order, tuples to lists."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: to_plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, (list, tuple)):
+        return [to_plain(item) for item in value]
+    if isinstance(value, Mapping):
+        return {str(key): to_plain(item) for key, item in value.items()}
+    return value
+
+
+def _convert(hint: Any, value: object, path: str) -> Any:
+    origin = get_origin(hint)
+    if origin in (Union, types.UnionType):
+        options = get_args(hint)
+        if value is None and type(None) in options:
+            return None
+        (inner,) = [option for option in options if option is not type(None)]
+        return _convert(inner, value, path)
+    if origin is Literal:
+        if value not in get_args(hint) or isinstance(value, bool):
+            raise UserError(f"{path} is {_show(value)}", f"use one of {', '.join(map(str, get_args(hint)))}")
+        return value
+    if origin is tuple:
+        if not isinstance(value, (list, tuple)):
+            raise UserError(f"{path} must be a list, got {_show(value)}", "write it as [a, b, ...]")
+        return tuple(_convert(get_args(hint)[0], item, f"{path}[{i}]") for i, item in enumerate(value))
+    if origin is dict:
+        if not isinstance(value, Mapping):
+            raise UserError(f"{path} must be a mapping, got {_show(value)}", "write it as key: value pairs")
+        return {str(key): item for key, item in value.items()}
+    if dataclasses.is_dataclass(hint):
+        return parse(typing.cast(type, hint), value, path)
+    if hint is float:
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise UserError(f"{path} must be a number, got {_show(value)}", "give a finite number")
+        if not math.isfinite(value):
+            raise UserError(f"{path} is {value}", "give a finite number")
+        return float(value)
+    if hint is int and (isinstance(value, bool) or not isinstance(value, int)):
+        raise UserError(f"{path} must be a whole number, got {_show(value)}", "give a whole number")
+    if hint is bool and not isinstance(value, bool):
+        raise UserError(f"{path} must be true or false, got {_show(value)}", "write true or false")
+    if hint is str and not isinstance(value, str):
+        raise UserError(f"{path} must be text, got {_show(value)}", "give a text value")
+    return value
+
+
+def _check_range(value: Any, bounds: Mapping[str, Any], path: str) -> None:
+    items = value if isinstance(value, tuple) else (value,)
+    low, high = bounds.get("low"), bounds.get("high")
+    for item in items:
+        if item is None or not isinstance(item, (int, float)):
+            continue
+        if low is not None and item < low:
+            raise UserError(f"{path} is {item}", f"use at least {low}")
+        if high is not None and item > high:
+            raise UserError(f"{path} is {item}", f"use at most {high}")
+
+
+def _join(where: str, name: str) -> str:
+    return f"{where}.{name}" if where else name
+
+
+def _show(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

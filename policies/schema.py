@@ -1,0 +1,154 @@
+"""The policy: every choice a speculative decode makes, as frozen data. Files are read and written in policies.file."""
+
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from specdial.policies.controllers import CONTROLLERS, ControllerConfig, NoneConfig, longest_draft
+from specdial.policies.errors import UserError
+from specdial.policies.fields import parse, setting, to_plain
+
+SCHEMA = "specdial/policy/1"
+
+
+@dataclass(frozen=True, slots=True)
+class Drafter:
+    """What proposes tokens. sparse_self: the target itself over a selection."""
+
+    kind: Literal["none", "sparse_self"] = "sparse_self"
+
+
+@dataclass(frozen=True, slots=True)
+class DraftKV:
+    """The selection a draft reads, per layer: sink ∪ top by score ∪ recent.
+
+    budget: keys per kv head, sink and recent included. window: committed query rows summed into a key's score.
+    scope: kv_head gives every kv head its own selection; layer shares one within a layer.
+    """
+
+    budget: int = setting(512, low=1)
+    sink: int = setting(4, low=0)
+    recent: int = setting(64, low=0)
+    window: int = setting(16, low=1, high=256)
+    scope: Literal["kv_head", "layer"] = "kv_head"
+
+    def check(self, where: str = "draft_kv") -> None:
+        if self.sink + self.recent > self.budget:
+            raise UserError(
+                f"{where}.budget is {self.budget}, smaller than sink + recent = {self.sink + self.recent}",
+                "raise the budget or lower sink or recent",
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyKV:
+    """How drafts are checked. full: over every key, in every round (full_period 1), which is lossless."""
+
+    mode: Literal["full"] = "full"
+    full_period: int = setting(1, low=1, high=1)
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """Overrides inside a range of (context, batch): from_context <= context < to_context, the same for batch."""
+
+    overrides: dict[str, Any]
+    from_context_tokens: int = setting(0, low=0)
+    to_context_tokens: int | None = setting(None, low=1)
+    from_batch: int = setting(1, low=1)
+    to_batch: int | None = setting(None, low=2)
+
+    def covers(self, context_tokens: int, batch: int) -> bool:
+        return (
+            self.from_context_tokens <= context_tokens
+            and (self.to_context_tokens is None or context_tokens < self.to_context_tokens)
+            and self.from_batch <= batch
+            and (self.to_batch is None or batch < self.to_batch)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """One policy. `cells` override parts of it by context and batch; the first that covers a round wins.
+
+    expected, measured, provenance: what was predicted, what was then seen, and where from; they change no decision.
+    """
+
+    name: str = "unnamed"
+    drafter: Drafter = field(default_factory=Drafter)
+    controller: ControllerConfig = field(default_factory=NoneConfig)
+    draft_kv: DraftKV = field(default_factory=DraftKV)
+    verify_kv: VerifyKV = field(default_factory=VerifyKV)
+    cells: tuple[Cell, ...] = ()
+    expected: dict[str, Any] | None = None
+    measured: dict[str, Any] | None = None
+    provenance: dict[str, Any] | None = None
+
+    @property
+    def lossless(self) -> bool:
+        """Every round is verified in full with an exact acceptance rule."""
+        return all(p.verify_kv.mode == "full" and p.verify_kv.full_period == 1 for p in self.variants())
+
+    @property
+    def k_max(self) -> int:
+        """The longest draft any cell can ask for."""
+        return max(longest_draft(p.controller) for p in self.variants())
+
+    def variants(self) -> tuple["Policy", ...]:
+        """The policy of each cell, then the one outside every cell; none has cells of its own."""
+        return (
+            *(_override(self, cell.overrides, f"cells[{i}]") for i, cell in enumerate(self.cells)),
+            replace(self, cells=()),
+        )
+
+    def variant_index(self, context_tokens: int, batch: int) -> int:
+        """Index into `variants()` of the policy for a round that starts at this context and batch."""
+        return next((i for i, cell in enumerate(self.cells) if cell.covers(context_tokens, batch)), len(self.cells))
+
+    def decisions(self) -> dict[str, Any]:
+        """The part that changes what the engine does, as plain data: what digests and comparisons are made of."""
+        plain: dict[str, Any] = to_plain(self)
+        return {k: v for k, v in plain.items() if k not in ("name", "expected", "measured", "provenance")}
+
+
+def policy_from_mapping(value: object, where: str = "") -> Policy:
+    """Build and check a policy. Raises UserError naming the field at fault."""
+    if not isinstance(value, dict):
+        raise UserError(
+            f"{where or 'a policy'} must be a mapping, got {type(value).__name__}", "write key: value pairs"
+        )
+    content = dict(value)
+    controller = parse_controller(
+        content.pop("controller", {"kind": "none"}), f"{where}.controller" if where else "controller"
+    )
+    policy = replace(parse(Policy, content, where), controller=controller)
+    for variant in policy.variants():
+        variant.draft_kv.check()
+        if variant.drafter.kind == "none" and longest_draft(variant.controller) > 0:
+            raise UserError(
+                f"drafter none cannot serve controller {variant.controller.kind}",
+                "use controller none or another drafter",
+            )
+    return policy
+
+
+def parse_controller(value: object, where: str) -> ControllerConfig:
+    """Settings of the kind that `value["kind"]` names."""
+    kind = value.get("kind") if isinstance(value, dict) else None
+    if kind not in CONTROLLERS:
+        raise UserError(f"{where}.kind is {kind!r}", f"use one of {', '.join(CONTROLLERS)}")
+    config: ControllerConfig = parse(CONTROLLERS[kind][0], value, where)
+    return config
+
+
+def _override(policy: Policy, overrides: dict[str, Any], where: str) -> Policy:
+    plain = to_plain(replace(policy, cells=(), expected=None, measured=None, provenance=None))
+    for name, value in overrides.items():
+        if name not in ("drafter", "controller", "draft_kv", "verify_kv"):
+            raise UserError(
+                f"{where}.overrides.{name} cannot vary by cell", "override drafter, controller, draft_kv or verify_kv"
+            )
+        if not isinstance(value, dict):
+            raise UserError(f"{where}.overrides.{name} must be a mapping", "write key: value pairs")
+        same_kind = "kind" not in value or value["kind"] == plain[name].get("kind")
+        plain[name] = {**plain[name], **value} if same_kind else value
+    return policy_from_mapping(plain, f"{where}.overrides")
