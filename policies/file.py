@@ -76,7 +76,7 @@ def dump_policy(policy: Policy) -> str:
     ordered = {k: plain[k] for k in plain if k not in ("expected", "measured", "provenance")}
     ordered["lossless"] = policy.lossless
     ordered |= {k: plain[k] for k in ("expected", "measured", "provenance")}
-    return yaml.safe_dump(ordered, sort_keys=False, allow_unicode=True, width=120)
+    return str(yaml.safe_dump(ordered, sort_keys=False, allow_unicode=True, width=120))
 
 
 def save_policy(policy: Policy, path: str | Path) -> None:

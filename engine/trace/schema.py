@@ -1,4 +1,4 @@
-"""Columns of the trace's tables and of the cost table, and the shape of meta.json. One place defines them; all checks use it.
+"""Columns of the trace's tables and of the cost table: the one definition that writer, reader and checks share.
 
 A position is the committed length n at which a round starts: tokens 0..n-1 are committed, keys 0..n-2 are cached.
 """
@@ -46,6 +46,15 @@ DRAFTS = pa.schema(
     ]
 )
 
+# The committed tokens of the output: token_id stands at `position` in the sequence.
+OUTPUTS = pa.schema(
+    [
+        pa.field("doc", pa.int32(), nullable=False),
+        pa.field("position", pa.int32(), nullable=False),
+        pa.field("token_id", pa.int32(), nullable=False),
+    ]
+)
+
 # Medians of measured operations, in microseconds. op: plain (one decode step), draft (one draft token at `budget`),
 # verify (a full verification of k drafts), select (choosing and gathering `budget` keys, once a round),
 # host (the rest of a round). k and budget are 0 where they have no meaning.
@@ -65,10 +74,15 @@ COSTS = pa.schema(
 )
 OPS = ("plain", "draft", "verify", "select", "host")
 
-TABLES: dict[str, pa.Schema] = {"rounds": ROUNDS, "drafts": DRAFTS}
+TABLES: dict[str, pa.Schema] = {
+    "drafts": DRAFTS,
+    "outputs": OUTPUTS,
+    "rounds": ROUNDS,
+}  # rounds last: it marks a finished document
 NON_NEGATIVE = ("draft_us", "verify_us", "select_us", "host_us", "median_us", "p10_us", "p90_us", "entropy_nats")
 KEYS: dict[str, tuple[str, ...]] = {
     "rounds": ("doc", "round"),
     "drafts": ("doc", "round", "position", "arm", "depth"),
+    "outputs": ("doc", "position"),
     "costs": ("op", "context_tokens", "batch", "k", "budget"),
 }

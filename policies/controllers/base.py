@@ -44,7 +44,7 @@ class Controller(ABC):
         """After `depth` drafted tokens, should each lane draft another? [N]; the caller also applies its own limits."""
 
     def observe(self, k: Ints, accepted: Ints, signals: Signals, active: Bools) -> None:
-        """Learn from a finished round: k and accepted are [N]; lanes outside `active` took no part. Stateless by default."""
+        """Learn from a finished round: k and accepted are [N]; lanes outside `active` took no part."""
         return
 
 

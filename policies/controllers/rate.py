@@ -26,7 +26,8 @@ class RateConfig:
     """Settings of the rate controller.
 
     gamma: draft cost per token over verification cost. k_set: the draft lengths allowed, () for 1..k_max.
-    beta: memory of the running centres and of the acceptance rate. accepted_nats, rejected_nats, acceptance: cold start.
+    beta: memory of the running centres and of the acceptance rate; accepted_nats, rejected_nats and acceptance are
+    their cold start.
     """
 
     kind: Literal["rate"] = "rate"

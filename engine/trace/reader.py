@@ -1,0 +1,131 @@
+"""Reads traces and cost tables, and refuses what is damaged: one clear error per fault, naming the file.
+
+Leaves out interpretation: the simulator turns the tables into arrays.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from specdial.engine.trace.schema import (
+    COSTS,
+    COSTS_SCHEMA,
+    KEYS,
+    NON_NEGATIVE,
+    OPS,
+    TABLES,
+    TRACE_SCHEMA,
+)
+from specdial.policies.errors import UserError
+
+REMEDY = "record it again"
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """A recording in memory. `meta` is meta.json; tables hold finished documents only, sorted by their keys."""
+
+    path: Path
+    meta: dict[str, Any]
+    rounds: pa.Table
+    drafts: pa.Table
+    outputs: pa.Table
+
+
+@dataclass(frozen=True, slots=True)
+class CostTable:
+    """Measured costs in memory: `rows` has the columns of schema.COSTS."""
+
+    path: Path
+    meta: dict[str, Any]
+    rows: pa.Table
+
+
+def read_trace(path: str | Path) -> Trace:
+    """Read a trace directory. Raises UserError naming the part and the fault."""
+    path = Path(path)
+    meta = read_meta(path, TRACE_SCHEMA, "trace")
+    finished = sorted(path.glob("rounds-*.parquet"))
+    if not finished:
+        raise UserError(f"trace {path} has no finished document", "let record finish at least one")
+    tables = {}
+    for name, schema in TABLES.items():
+        parts = [path / part.name.replace("rounds", name, 1) for part in finished]
+        found = [read_table(part, schema) for part in parts if part.exists()]
+        tables[name] = pa.concat_tables(found) if found else schema.empty_table()
+        check_table(tables[name], name, path)
+    known = {int(d["doc"]) for d in meta["documents"]}
+    strangers = set(pc.unique(tables["rounds"]["doc"]).to_pylist()) - known
+    if strangers:
+        raise UserError(f"trace {path} holds rounds of unknown documents {sorted(strangers)}", "do not mix traces")
+    return Trace(path, meta, tables["rounds"], tables["drafts"], tables["outputs"])
+
+
+def read_costs(path: str | Path) -> CostTable:
+    """Read a cost table directory. Raises UserError naming the fault."""
+    path = Path(path)
+    meta = read_meta(path, COSTS_SCHEMA, "cost table")
+    rows = read_table(path / "costs.parquet", COSTS)
+    check_table(rows, "costs", path)
+    unknown = set(pc.unique(rows["op"]).to_pylist()) - set(OPS)
+    if unknown:
+        raise UserError(f"cost table {path} has unknown operations {sorted(unknown)}", "calibrate again")
+    return CostTable(path, meta, rows)
+
+
+def read_meta(path: Path, schema: str, what: str) -> dict[str, Any]:
+    """Read meta.json of a directory and check its schema line."""
+    try:
+        meta = json.loads((path / "meta.json").read_text())
+    except FileNotFoundError:
+        raise UserError(f"{path} is not a {what}: it has no meta.json", "check the path") from None
+    except (OSError, ValueError):
+        raise UserError(f"{path}/meta.json is not readable JSON", REMEDY) from None
+    found = meta.get("schema") if isinstance(meta, dict) else None
+    if found != schema:
+        raise UserError(f"{path} has schema {found!r}", f"this version reads {schema!r}: update specdial or {REMEDY}")
+    assert isinstance(meta, dict)
+    return meta
+
+
+def read_table(path: Path, schema: pa.Schema) -> pa.Table:
+    """Read one Parquet part and hold it to its schema. Extra columns are dropped, missing ones are an error."""
+    try:
+        table = pq.read_table(path)
+    except FileNotFoundError:
+        raise UserError(f"{path} is missing", REMEDY) from None
+    except (OSError, pa.ArrowException):
+        raise UserError(f"{path} is damaged", f"delete that part and {REMEDY}") from None
+    columns = []
+    for field in schema:
+        if field.name not in table.column_names:
+            raise UserError(f"{path} lacks the column {field.name}", REMEDY)
+        column = table[field.name]
+        if column.type != field.type:
+            raise UserError(f"{path} column {field.name} is {column.type}, not {field.type}", REMEDY)
+        if not field.nullable and column.null_count:
+            raise UserError(f"{path} column {field.name} has empty values", REMEDY)
+        columns.append(column)
+    return pa.Table.from_arrays(columns, schema=schema)
+
+
+def check_table(table: pa.Table, name: str, path: Path) -> None:
+    """Refuse NaN, negative times and duplicate keys."""
+    for field in table.schema:
+        if not pa.types.is_floating(field.type) or field.name == "accept_prob":
+            continue
+        values = table[field.name].to_numpy()
+        if not np.isfinite(values).all():
+            raise UserError(f"{path} {name}.{field.name} holds NaN or infinity", REMEDY)
+        if field.name in NON_NEGATIVE and (values < 0).any():
+            raise UserError(f"{path} {name}.{field.name} holds a negative value", REMEDY)
+    keys = list(KEYS[name])
+    distinct = table.select(keys).group_by(keys).aggregate([]).num_rows
+    if distinct != table.num_rows:
+        raise UserError(f"{path} {name} repeats a row of ({', '.join(keys)})", REMEDY)

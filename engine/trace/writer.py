@@ -1,0 +1,67 @@
+"""Writes a trace: meta.json first, then one Parquet part per table and finished document.
+
+Every part appears whole or not at all, and a document's `rounds` part comes last, so a killed recording loses at most
+the documents in flight and a second call with the same configuration goes on where it stopped.
+"""
+
+import io
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from specdial.engine.trace.schema import COSTS, COSTS_SCHEMA, TABLES, TRACE_SCHEMA
+from specdial.policies.artifact import write_bytes_atomic, write_json_atomic
+from specdial.policies.errors import UserError
+
+Columns = Mapping[str, "np.ndarray[Any, Any] | list[Any]"]
+
+
+class TraceWriter:
+    """Appends finished documents to a trace directory."""
+
+    def __init__(self, out: Path, meta: dict[str, Any]) -> None:
+        """Start a trace or resume one. Raises UserError when the directory holds a trace made otherwise."""
+        self.out = out
+        path = out / "meta.json"
+        content = {"schema": TRACE_SCHEMA, **meta}
+        if path.exists():
+            found = json.loads(path.read_text())
+            if _identity(found) != _identity(json.loads(json.dumps(content))):
+                raise UserError(f"{out} holds a trace of another recording", "choose another out= or delete it")
+        else:
+            write_json_atomic(path, content)
+
+    def finished(self) -> set[int]:
+        """Documents whose every part is on disk."""
+        return {int(part.stem.split("-")[1]) for part in self.out.glob("rounds-*.parquet")}
+
+    def write(self, doc: int, tables: Mapping[str, Columns]) -> None:
+        """Write one finished document's tables; columns are given by name, in any order."""
+        for name in TABLES:
+            if name in tables:
+                write_table(self.out / f"{name}-{doc:05d}.parquet", tables[name], TABLES[name])
+
+
+def write_costs(out: Path, meta: dict[str, Any], rows: list[dict[str, Any]]) -> None:
+    """Write a cost table: costs.parquet, then meta.json that names it complete."""
+    columns = {field.name: [row[field.name] for row in rows] for field in COSTS}
+    write_table(out / "costs.parquet", columns, COSTS)
+    write_json_atomic(out / "meta.json", {"schema": COSTS_SCHEMA, **meta})
+
+
+def write_table(path: Path, columns: Columns, schema: pa.Schema) -> None:
+    """Write columns as one Parquet file of exactly this schema, atomically."""
+    arrays = [pa.array(columns[field.name], type=field.type, from_pandas=False) for field in schema]
+    sink = io.BytesIO()
+    pq.write_table(pa.Table.from_arrays(arrays, schema=schema), sink, compression="zstd")
+    write_bytes_atomic(path, sink.getvalue())
+
+
+def _identity(meta: dict[str, Any]) -> dict[str, Any]:
+    """What must agree for a recording to be resumed: everything but when and on what it was started."""
+    return {k: v for k, v in meta.items() if k not in ("provenance", "hardware")}
