@@ -1,0 +1,119 @@
+"""From passages to prompts of an exact length that share no text, and from prompts to splits.
+
+Assembly is in token space: passages are joined, encoded together, and the ids are cut at context_tokens. A document
+claims every passage it touches, and claims new_tokens more than its prompt, so that neither another document's prompt
+nor its natural continuation can come from the same text.
+"""
+
+import random
+from collections.abc import Iterable, Iterator
+from itertools import pairwise
+
+from specdial.engine.workloads.sources import Passage
+from specdial.engine.workloads.spec import SPLITS, Document, Draft, Tokenizer, WorkloadSpec
+from specdial.policies.errors import UserError
+
+
+def body_ids(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Token ids of text without the marks the tokenizer puts before any text."""
+    return tokenizer.encode(text)[len(tokenizer.encode("")) :]
+
+
+def pack(passages: Iterable[Passage], tokenizer: Tokenizer, spec: WorkloadSpec) -> Iterator[Draft]:
+    """Yields prompts of exactly context_tokens, each the start of a run of passages, in the order given.
+
+    The cut falls wherever the length puts it, so a prompt usually ends inside a passage; what is left of the last
+    passage is not used.
+    """
+    prefix = tokenizer.encode("")
+    need = spec.context_tokens - len(prefix) + spec.new_tokens
+    run: list[Passage] = []
+    count = 0
+    for passage in passages:
+        run.append(passage)
+        count += len(body_ids(tokenizer, passage.text))
+        if count < need:
+            continue
+        # Encoding passages together may give fewer ids than apart: encode the run, and go on if it is short.
+        ids = body_ids(tokenizer, "".join(p.text for p in run))
+        count = len(ids)
+        if count < need:
+            continue
+        prompt = prefix + ids[: spec.context_tokens - len(prefix)]
+        yield Draft(run[0].source, prompt, meta={"source": claims(run)})
+        run, count = [], 0
+
+
+def claims(run: list[Passage]) -> list[list[str | int]]:
+    """The source ranges of a run as [name, start_char, end_char], neighbours merged."""
+    merged: list[list[str | int]] = []
+    for p in run:
+        if merged and merged[-1][0] == p.source and merged[-1][2] == p.start_char:
+            merged[-1][2] = p.end_char
+        else:
+            merged.append([p.source, p.start_char, p.end_char])
+    return merged
+
+
+def enough(drafts: list[Draft], spec: WorkloadSpec, what: str) -> list[Draft]:
+    """The first spec.documents drafts. Raises UserError saying how many there are when that is too few."""
+    if len(drafts) < spec.documents:
+        raise UserError(
+            f"{what} holds {len(drafts)} documents of {spec.context_tokens} + {spec.new_tokens} tokens "
+            f"without overlap, {spec.documents} asked for",
+            f"set workload.documents to at most {len(drafts)} or lower the context"
+            if drafts
+            else "lower the context or use a longer text",
+        )
+    return drafts[: spec.documents]
+
+
+def shuffled(drafts: list[Draft], spec: WorkloadSpec) -> list[Draft]:
+    """All drafts in the seed's order, which does not depend on spec.documents."""
+    return random.Random(f"{spec.seed}:choose").sample(drafts, len(drafts))
+
+
+def split_labels(spec: WorkloadSpec) -> list[str]:
+    """A split for each document, by largest remainder, shuffled by seed.
+
+    With three documents or more, no split with a share above zero is empty. A tie goes to the later split, so that of
+    two documents under the default shares one is train and one is test.
+    """
+    shares = [spec.train_frac, spec.validation_frac, spec.test_frac]
+    counts = [int(share * spec.documents) for share in shares]
+    wanted = sorted(range(len(SPLITS)), key=lambda i: (round(counts[i] - shares[i] * spec.documents, 9), -i))
+    for i in wanted[: spec.documents - sum(counts)]:
+        counts[i] += 1
+    for i, share in enumerate(shares):
+        if share > 0 and counts[i] == 0 and spec.documents >= len(SPLITS):
+            counts[counts.index(max(counts))] -= 1
+            counts[i] = 1
+    labels = [name for name, count in zip(SPLITS, counts, strict=True) for _ in range(count)]
+    random.Random(f"{spec.seed}:split").shuffle(labels)
+    return labels
+
+
+def place(drafts: list[Draft], spec: WorkloadSpec) -> list[Document]:
+    """Gives each draft its index and split. Raises UserError if two documents claim the same text."""
+    shared = sorted(_overlaps(drafts))
+    if shared:
+        a, b = shared[0]
+        raise UserError(
+            f"documents {a} ({drafts[a].name}) and {b} ({drafts[b].name}) share source text", "lower workload.documents"
+        )
+    return [
+        Document(index, f"{spec.kind}-{index:03d}:{d.name}", split, d.prompt_ids, spec.new_tokens, d.answer, d.meta)
+        for index, (d, split) in enumerate(zip(drafts, split_labels(spec), strict=True))
+    ]
+
+
+def _overlaps(drafts: list[Draft]) -> Iterator[tuple[int, int]]:
+    ranges = sorted(
+        (str(name), int(start), int(end), i)
+        for i, d in enumerate(drafts)
+        if not d.meta.get("filler_shared", False)
+        for name, start, end in d.meta["source"]
+    )
+    for (name_a, _, end_a, a), (name_b, start_b, _, b) in pairwise(ranges):
+        if name_a == name_b and start_b < end_a:
+            yield min(a, b), max(a, b)
