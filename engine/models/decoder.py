@@ -1,0 +1,184 @@
+"""One decoder for Llama, Mistral, Qwen2 and Qwen3, inference only: embeddings in, hidden states out.
+
+Leaves out attention and the KV cache: `attend` gets q, k, v of each layer, keeps what it wants, returns the mix.
+Every operation here works row by row, so a token's result depends on other tokens only through `attend`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from specdial.engine.models.config import ModelConfig
+from specdial.engine.models.rope import cos_sin, inverse_frequencies, rotate
+from specdial.policies.errors import UserError
+
+# attend(layer, q [B, T, H, D], k [B, T, Hk, D], v [B, T, Hk, D]) -> [B, T, H, D]; RoPE is already in q and k.
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One layer's weights. q, k, v share a matrix, and so do gate and up: fewer passes over the input."""
+
+    attention_norm: Tensor  # [hidden]
+    qkv: Tensor  # [(H + 2 Hk) D, hidden]
+    qkv_bias: Tensor | None  # [(H + 2 Hk) D]
+    q_norm: Tensor | None  # [D]
+    k_norm: Tensor | None  # [D]
+    out: Tensor  # [hidden, H D]
+    mlp_norm: Tensor  # [hidden]
+    gate_up: Tensor  # [2 intermediate, hidden]
+    down: Tensor  # [hidden, intermediate]
+
+
+class Decoder:
+    """A decoder's weights on one device in one dtype. Build it with `from_weights`."""
+
+    def __init__(self, config: ModelConfig, embedding: Tensor, layers: list[Layer], norm: Tensor, head: Tensor) -> None:
+        self.config = config
+        self.device = embedding.device
+        self.dtype = embedding.dtype
+        self._embedding = embedding  # [V, hidden]
+        self._layers = layers
+        self._norm = norm  # [hidden]
+        self._head = head  # [V, hidden]; the embedding itself when tied
+        inverse, self._attention_factor = inverse_frequencies(config.rope, config.head_dim)
+        self._inverse = inverse.to(self.device)  # [D/2]
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of weights one forward pass and its logits read (the embedding counts once, as the head)."""
+        tensors = [self._head, self._norm]
+        for layer in self._layers:
+            tensors += [t for t in (getattr(layer, name) for name in Layer.__slots__) if t is not None]
+        return sum(t.numel() * t.element_size() for t in tensors)
+
+    @torch.inference_mode()
+    def forward(
+        self, tokens: Tensor, positions: Tensor, attend: Attend, *, taps: tuple[int, ...] = ()
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Hidden states [B, T, hidden] after the final norm, for tokens and positions [B, T] int64.
+
+        taps: layers whose input is wanted too; then returns (hidden, [len(taps), B, T, hidden]) (EAGLE-3 reads them).
+        """
+        c = self.config
+        widths = (c.heads * c.head_dim, c.kv_heads * c.head_dim, c.kv_heads * c.head_dim)
+        cos, sin = cos_sin(positions, self._inverse, self._attention_factor)  # [B, T, 1, D] each
+        x = F.embedding(tokens, self._embedding)  # [B, T, hidden]
+        tapped: dict[int, Tensor] = {}
+        for index, layer in enumerate(self._layers):
+            if index in taps:
+                tapped[index] = x
+            q, k, v = F.linear(rms_norm(x, layer.attention_norm, c.norm_eps), layer.qkv, layer.qkv_bias).split(
+                widths, -1
+            )
+            q = q.unflatten(-1, (c.heads, c.head_dim))  # [B, T, H, D]
+            k = k.unflatten(-1, (c.kv_heads, c.head_dim))  # [B, T, Hk, D]
+            v = v.unflatten(-1, (c.kv_heads, c.head_dim))  # [B, T, Hk, D]
+            if layer.q_norm is not None and layer.k_norm is not None:
+                q, k = rms_norm(q, layer.q_norm, c.norm_eps), rms_norm(k, layer.k_norm, c.norm_eps)
+            mixed = attend(index, rotate(q, cos, sin), rotate(k, cos, sin), v)  # [B, T, H, D]
+            x = x + F.linear(mixed.flatten(-2), layer.out)
+            gate, up = F.linear(rms_norm(x, layer.mlp_norm, c.norm_eps), layer.gate_up).chunk(2, -1)
+            x = x + F.linear(F.silu(gate) * up, layer.down)
+        hidden = rms_norm(x, self._norm, c.norm_eps)
+        return (hidden, torch.stack([tapped[i] for i in taps])) if taps else hidden
+
+    @torch.inference_mode()
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits [..., V] float32 of hidden states [..., hidden] that `forward` returned."""
+        return F.linear(hidden, self._head).float()
+
+    @classmethod
+    def from_weights(
+        cls,
+        config: ModelConfig,
+        weights: Mapping[str, Tensor],
+        *,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+    ) -> Decoder:
+        """Build from Hugging Face tensor names; `weights` may be lazy, each tensor is asked for once and let go.
+
+        Errors: UserError naming the first tensor that is missing, unexpected, or of another shape.
+        """
+        shapes = dict(tensor_shapes(config))
+        given = {name for name in weights if not _ignorable(name, config)}
+        for names, what in ((shapes.keys() - given, "is missing"), (given - shapes.keys(), "is unexpected")):
+            if names:
+                more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
+                raise UserError(
+                    f"{config.name}: tensor {min(names)}{more} {what}", "give weights that belong to this config"
+                )
+
+        def take(name: str) -> Tensor:
+            tensor = weights[name]
+            if tuple(tensor.shape) != shapes[name]:
+                raise UserError(
+                    f"{config.name}: tensor {name} has shape {tuple(tensor.shape)}, the config says {shapes[name]}",
+                    "give weights that belong to this config",
+                )
+            return tensor.to(device=device, dtype=dtype).contiguous()
+
+        def fuse(prefix: str, parts: tuple[str, ...], suffix: str) -> Tensor:
+            return torch.cat([take(f"{prefix}{part}{suffix}") for part in parts])
+
+        embedding = take("model.embed_tokens.weight")
+        layers = []
+        for i in range(config.layers):
+            attention, mlp = f"model.layers.{i}.self_attn.", f"model.layers.{i}.mlp."
+            layers.append(
+                Layer(
+                    attention_norm=take(f"model.layers.{i}.input_layernorm.weight"),
+                    qkv=fuse(attention, ("q_proj", "k_proj", "v_proj"), ".weight"),
+                    qkv_bias=fuse(attention, ("q_proj", "k_proj", "v_proj"), ".bias") if config.qkv_bias else None,
+                    q_norm=take(f"{attention}q_norm.weight") if config.qk_norm else None,
+                    k_norm=take(f"{attention}k_norm.weight") if config.qk_norm else None,
+                    out=take(f"{attention}o_proj.weight"),
+                    mlp_norm=take(f"model.layers.{i}.post_attention_layernorm.weight"),
+                    gate_up=fuse(mlp, ("gate_proj", "up_proj"), ".weight"),
+                    down=take(f"{mlp}down_proj.weight"),
+                )
+            )
+        head = embedding if config.tied_embeddings else take("lm_head.weight")
+        return cls(config, embedding, layers, take("model.norm.weight"), head)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / rms(x) over the last dim in float32, rounded to x's dtype, times weight: Hugging Face's order of rounding."""
+    wide = x.float()
+    return weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
+
+
+def tensor_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Every tensor the config calls for: its Hugging Face name and shape."""
+    q_rows, kv_rows = config.heads * config.head_dim, config.kv_heads * config.head_dim
+    yield "model.embed_tokens.weight", (config.vocab, config.hidden)
+    for i in range(config.layers):
+        layer = f"model.layers.{i}."
+        yield f"{layer}input_layernorm.weight", (config.hidden,)
+        for part, rows in (("q_proj", q_rows), ("k_proj", kv_rows), ("v_proj", kv_rows)):
+            yield f"{layer}self_attn.{part}.weight", (rows, config.hidden)
+            if config.qkv_bias:
+                yield f"{layer}self_attn.{part}.bias", (rows,)
+        if config.qk_norm:
+            yield f"{layer}self_attn.q_norm.weight", (config.head_dim,)
+            yield f"{layer}self_attn.k_norm.weight", (config.head_dim,)
+        yield f"{layer}self_attn.o_proj.weight", (config.hidden, q_rows)
+        yield f"{layer}post_attention_layernorm.weight", (config.hidden,)
+        yield f"{layer}mlp.gate_proj.weight", (config.intermediate, config.hidden)
+        yield f"{layer}mlp.up_proj.weight", (config.intermediate, config.hidden)
+        yield f"{layer}mlp.down_proj.weight", (config.hidden, config.intermediate)
+    yield "model.norm.weight", (config.hidden,)
+    if not config.tied_embeddings:
+        yield "lm_head.weight", (config.vocab, config.hidden)
+
+
+def _ignorable(name: str, config: ModelConfig) -> bool:
+    """Tensors that checkpoints carry and no one reads: saved RoPE buffers, and the head's copy when it is tied."""
+    return name.endswith("rotary_emb.inv_freq") or (config.tied_embeddings and name == "lm_head.weight")
