@@ -1,0 +1,101 @@
+"""Sparse attention: T query positions over a selection of cached keys plus the tokens drafted this round."""
+
+import torch
+
+from specdial.kernels import Backend
+from specdial.kernels.checks import (
+    FLOATS,
+    INTEGERS,
+    check_backend,
+    check_device,
+    check_dtype,
+    check_last_stride,
+    check_shape,
+)
+from specdial.kernels.sparse_attention.reference import sparse_attention_reference
+from specdial.kernels.sparse_attention.workspace import SparseWorkspace
+
+__all__ = ["SparseWorkspace", "sparse_attention"]
+
+HEAD_DIMS = (64, 128)
+MAX_SLAB_ELEMENTS = 2**31  # offsets inside one head's keys are int32
+
+
+def sparse_attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    indices: torch.Tensor,
+    counts: torch.Tensor,
+    *,
+    tail_start: torch.Tensor,
+    lengths: torch.Tensor,
+    backend: Backend,
+    page: int = 1,
+    workspace: SparseWorkspace | None = None,
+) -> torch.Tensor:
+    """Softmax attention of row t over the selected keys and the tail tail_start[b] .. lengths[b]+t.
+
+    q: [B, T, H, D], D 64 or 128, T query positions that follow lengths[b] cached ones; k_cache, v_cache: [B, Hk, S, D],
+    equal strides, the block's own keys already written at lengths[b] .. lengths[b]+T-1; indices: [B, Hk, C] int32, of
+    which the first counts ([B] or [B, Hk] integer) are used: token positions, or page numbers when page > 1; an index
+    may be an expanded view (a selection shared by heads). tail_start, lengths: [B] integer, tail_start <= lengths. The
+    tail holds the tokens drafted this round; a selected position at or past tail_start is skipped, so no key counts
+    twice. A count of 0 leaves the tail alone. Slots past the count may hold anything.
+
+    Returns [B, T, H, D] in q's dtype. Scores are scaled by D**-0.5, the softmax is in float32.
+    workspace: reused between calls of backend "triton" (one stream at a time); without one, a call that splits the
+    selection allocates and clears its own.
+    Raises ValueError for wrong shapes, dtypes, devices or strides.
+    """
+    _check(q, k_cache, v_cache, indices, counts)
+    B = q.shape[0]
+    for name, tensor in (("tail_start", tail_start), ("lengths", lengths)):
+        check_shape(name, tensor, (B,))
+        check_dtype(name, tensor, INTEGERS)
+        check_device(name, tensor, q.device)
+    check_backend(backend, q.device)
+    if page < 1:
+        raise ValueError(f"page is {page}, expected at least 1")
+    if backend == "reference":
+        return sparse_attention_reference(
+            q, k_cache, v_cache, indices, counts, tail_start=tail_start, lengths=lengths, page=page
+        )
+    from specdial.kernels.sparse_attention.triton import sparse_attention_triton
+
+    return sparse_attention_triton(
+        q, k_cache, v_cache, indices, counts, tail_start=tail_start, lengths=lengths, page=page, workspace=workspace
+    )
+
+
+def _check(
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, indices: torch.Tensor, counts: torch.Tensor
+) -> None:
+    """Raise ValueError unless the tensors fit together."""
+    check_shape("q", q, (None, None, None, None))
+    B, T, H, D = q.shape
+    check_shape("k_cache", k_cache, (B, None, None, D))
+    check_shape("v_cache", v_cache, tuple(k_cache.shape))
+    Hk, S = k_cache.shape[1], k_cache.shape[2]
+    check_dtype("q", q, FLOATS)
+    for name, tensor in (("k_cache", k_cache), ("v_cache", v_cache)):
+        check_dtype(name, tensor, (q.dtype,))
+        check_device(name, tensor, q.device)
+    for name, tensor in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache), ("indices", indices)):
+        check_last_stride(name, tensor)
+    check_shape("indices", indices, (B, Hk, None))
+    check_dtype("indices", indices, (torch.int32,))
+    check_shape("counts", counts, (B,) if counts.dim() == 1 else (B, Hk))
+    check_dtype("counts", counts, INTEGERS)
+    for name, tensor in (("indices", indices), ("counts", counts)):
+        check_device(name, tensor, q.device)
+    if T < 1 or H % Hk:
+        raise ValueError(f"q {list(q.shape)} needs T >= 1 and a multiple of the cache's {Hk} kv heads")
+    if D not in HEAD_DIMS:
+        raise ValueError(f"q {list(q.shape)} has head dim {D}, expected one of {list(HEAD_DIMS)}")
+    if k_cache.stride() != v_cache.stride():
+        raise ValueError(
+            f"k_cache has strides {list(k_cache.stride())}, v_cache {list(v_cache.stride())}, expected equal"
+        )
+    if S * k_cache.stride(2) >= MAX_SLAB_ELEMENTS:
+        raise ValueError(f"k_cache {list(k_cache.shape)} holds 2**31 or more elements a head")

@@ -1,0 +1,200 @@
+"""Sparse attention in one launch: a gather of selected rows and the tail, split over programs, merged by the last one.
+
+The keys of a row form one virtual list: the selection's counts[b] entries, then the tail. Slot j of it is visible to
+query row t exactly when j < selected + lengths - tail_start + t + 1, so that the causal tail costs one comparison.
+The next tile's indices are loaded one tile ahead, which keeps the loads of K and V pipelined. When the list is split, a
+program leaves its partial result and the last of a head's programs to arrive merges them: no second launch.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from specdial.kernels.sparse_attention.workspace import SparseWorkspace
+
+LOG2_E = 1.4426950408889634
+NEVER = tl.constexpr(2**31 - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class SparseConfig:
+    """Launch shape: query rows and keys per tile, programs per head, warps, pipeline stages."""
+
+    block_m: int
+    block_n: int
+    splits: int
+    warps: int
+    stages: int
+
+
+@triton.jit
+def _tile_positions(indices, first, selected, start, total, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Cache positions of BLOCK_N slots from `first`, and the slot each counts as (NEVER when it must not be seen)."""
+    slot = first + tl.arange(0, BLOCK_N)
+    from_selection = slot < selected
+    if PAGE == 1:
+        chosen = tl.load(indices + slot, mask=from_selection, other=0)
+    else:
+        chosen = tl.load(indices + slot // PAGE, mask=from_selection, other=0) * PAGE + slot % PAGE
+    position = tl.where(from_selection, chosen, start + slot - selected)
+    skipped = (from_selection & (chosen >= start)) | (slot >= total)
+    return position, tl.where(skipped, NEVER, slot)
+
+
+@triton.jit
+def _sparse_attention(
+    q, k, v, indices, counts, tail_start, lengths, out, partials, arrivals,
+    stride_qb, stride_qt, stride_qh, stride_kb, stride_kh, stride_ks, stride_ib, stride_ih, stride_cb, stride_ch,
+    scale, Hk, T: tl.constexpr, G: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, ROW_BLOCKS: tl.constexpr, STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    pair = tl.program_id(0) // SPLITS  # (sequence, kv head)
+    split = tl.program_id(0) % SPLITS
+    row_block = tl.program_id(1)
+    b = (pair // Hk).to(tl.int64)
+    h = (pair % Hk).to(tl.int64)
+    start = tl.load(tail_start + b).to(tl.int32)
+    length = tl.load(lengths + b).to(tl.int32)
+    selected = tl.load(counts + b * stride_cb + h * stride_ch).to(tl.int32) * PAGE
+    indices += b * stride_ib + h * stride_ih
+    total = selected + length - start + T
+    tiles = tl.cdiv(tl.cdiv(total, BLOCK_N), SPLITS)
+    first = split * tiles * BLOCK_N
+    last = tl.minimum(first + tiles * BLOCK_N, total)
+
+    row = row_block * BLOCK_M + tl.arange(0, BLOCK_M)  # row t*G+g
+    d = tl.arange(0, D)
+    row_used = row < T * G
+    head = h * G + row % G
+    q_rows = q + b * stride_qb + (row // G) * stride_qt + head * stride_qh
+    queries = tl.load(q_rows[:, None] + d[None, :], mask=row_used[:, None], other=0.0)  # [M, D]
+    limit = selected + length - start + row // G + 1  # [M]
+
+    maximum = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total_mass = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, D], tl.float32)
+    k += b * stride_kb + h * stride_kh
+    v += b * stride_kb + h * stride_kh
+    position, slot = _tile_positions(indices, first, selected, start, total, PAGE, BLOCK_N)
+    for tile in tl.range(first, last, BLOCK_N, num_stages=STAGES):
+        rows = (position * stride_ks)[:, None] + d[None, :]  # int32: one head's keys stay below 2**31 elements
+        seen = slot[:, None] != NEVER
+        keys = tl.load(k + rows, mask=seen, other=0.0)  # [N, D]
+        values = tl.load(v + rows, mask=seen, other=0.0)
+        next_position, next_slot = _tile_positions(indices, tile + BLOCK_N, selected, start, total, PAGE, BLOCK_N)
+        logits = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * scale
+        logits = tl.where(slot[None, :] < limit[:, None], logits, float("-inf"))  # [M, N]
+        new_maximum = tl.maximum(maximum, tl.max(logits, axis=1))
+        shift = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)  # no key seen yet: keep -inf - -inf out
+        weights = tl.exp2(logits - shift[:, None])
+        decay = tl.exp2(maximum - shift)
+        total_mass = total_mass * decay + tl.sum(weights, axis=1)
+        acc = acc * decay[:, None]
+        acc = tl.dot(weights.to(values.dtype), values, acc, input_precision=PRECISION)
+        maximum = new_maximum
+        position = next_position
+        slot = next_slot
+
+    out_rows = out + ((b * T + row // G) * Hk * G + head) * D
+    if SPLITS == 1:
+        acc = acc / total_mass[:, None]
+        tl.store(out_rows[:, None] + d[None, :], acc.to(out.dtype.element_ty), mask=row_used[:, None])
+    else:
+        group = pair * ROW_BLOCKS + row_block
+        m = tl.arange(0, BLOCK_M)
+        width: tl.constexpr = D + 2  # a row's output, maximum and mass
+        mine = partials + (group.to(tl.int64) * SPLITS + split) * BLOCK_M * width
+        tl.store(mine + m[:, None] * D + d[None, :], acc, mask=row_used[:, None])
+        tl.store(mine + BLOCK_M * D + m, maximum, mask=row_used)
+        tl.store(mine + BLOCK_M * (D + 1) + m, total_mass, mask=row_used)
+        tl.debug_barrier()  # every thread's stores come before the one atomic that announces them
+        arrived = tl.atomic_add(arrivals + group, 1, sem="acq_rel", scope="gpu")
+        if arrived == SPLITS - 1:
+            tl.store(arrivals + group, 0)
+            theirs = partials + group.to(tl.int64) * SPLITS * BLOCK_M * width
+            top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+            for s in tl.static_range(SPLITS):
+                at = theirs + s * BLOCK_M * width + BLOCK_M * D
+                top = tl.maximum(top, tl.load(at + m, mask=row_used, other=0.0, cache_modifier=".cg"))
+            merged = tl.zeros([BLOCK_M, D], tl.float32)
+            mass = tl.zeros([BLOCK_M], tl.float32)
+            for s in tl.static_range(SPLITS):  # fixed order: the sum does not depend on who arrived last
+                at = theirs + s * BLOCK_M * width
+                their_maximum = tl.load(at + BLOCK_M * D + m, mask=row_used, other=0.0, cache_modifier=".cg")
+                their_mass = tl.load(at + BLOCK_M * (D + 1) + m, mask=row_used, other=1.0, cache_modifier=".cg")
+                part = tl.load(
+                    at + m[:, None] * D + d[None, :], mask=row_used[:, None], other=0.0, cache_modifier=".cg"
+                )
+                decay = tl.exp2(their_maximum - top)
+                merged += part * decay[:, None]
+                mass += their_mass * decay
+            merged = merged / mass[:, None]
+            tl.store(out_rows[:, None] + d[None, :], merged.to(out.dtype.element_ty), mask=row_used[:, None])
+
+
+def sparse_attention_triton(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    indices: torch.Tensor,
+    counts: torch.Tensor,
+    *,
+    tail_start: torch.Tensor,
+    lengths: torch.Tensor,
+    page: int = 1,
+    workspace: SparseWorkspace | None = None,
+    config: SparseConfig | None = None,
+) -> torch.Tensor:
+    """See `sparse_attention`. `config` overrides the launch shape, for sweeps."""
+    B, T, H, D = q.shape
+    Hk = k_cache.shape[1]
+    G = H // Hk
+    config = config or plan(B * Hk, T * G, indices.shape[2] * page + T, q.dtype)
+    row_blocks = triton.cdiv(T * G, config.block_m)
+    if config.splits == 1:
+        partials = arrivals = lengths  # never touched
+    else:
+        partials_size, arrivals_size = sizes(B * Hk, T * G, D, config)
+        workspace = workspace or SparseWorkspace.allocate(partials_size, arrivals_size, q.device)
+        partials, arrivals = workspace.partials, workspace.arrivals
+        if partials.numel() < partials_size or arrivals.numel() < arrivals_size:
+            raise ValueError(
+                f"workspace holds {partials.numel()} partials and {arrivals.numel()} counters, "
+                f"q {list(q.shape)} needs {partials_size} and {arrivals_size}"
+            )
+    out = torch.empty(B, T, H, D, dtype=q.dtype, device=q.device)
+    count_stride = counts.stride() if counts.dim() == 2 else (counts.stride(0), 0)
+    _sparse_attention[(B * Hk * config.splits, row_blocks)](
+        q, k_cache, v_cache, indices, counts, tail_start, lengths, out, partials, arrivals,
+        *q.stride()[:3], *k_cache.stride()[:3], *indices.stride()[:2], *count_stride,
+        D**-0.5 * LOG2_E, Hk, T=T, G=G, D=D, PAGE=page, BLOCK_M=config.block_m, BLOCK_N=config.block_n,
+        SPLITS=config.splits, ROW_BLOCKS=row_blocks, STAGES=config.stages,
+        PRECISION="ieee" if q.dtype == torch.float32 else "tf32", num_warps=config.warps,
+    )  # fmt: skip
+    return out
+
+
+def plan(pairs: int, rows: int, keys: int, dtype: torch.dtype) -> SparseConfig:
+    """Launch shape for `pairs` (sequence, kv head) pairs, `rows` packed query rows and about `keys` keys each."""
+    if dtype == torch.float32:
+        block_m = 16 if rows <= 16 else 32
+        block_n, stages = 32, 2
+    else:
+        block_m = min(64, max(16, triton.next_power_of_2(rows)))
+        block_n, stages = 64, 3
+    programs = pairs * triton.cdiv(rows, block_m)
+    splits = 1
+    while splits < 8 and programs * splits * 2 <= 264 and splits * 2 * block_n <= keys:
+        splits *= 2
+    return SparseConfig(block_m=block_m, block_n=block_n, splits=splits, warps=4, stages=stages)
+
+
+def sizes(pairs: int, rows: int, head_dim: int, config: SparseConfig) -> tuple[int, int]:
+    """Elements of (partials, arrivals) that a launch needs; zeros when it does not split."""
+    if config.splits == 1:
+        return 0, 0
+    groups = pairs * triton.cdiv(rows, config.block_m)
+    return groups * config.splits * config.block_m * (head_dim + 2), groups
