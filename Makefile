@@ -1,0 +1,47 @@
+# `make demo` and `make test` do all their own set-up: they need make and Python 3.11 or later, nothing else.
+# Another interpreter: make test PYTHON=python3.12
+
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+VENV := .venv
+BIN := $(VENV)/bin
+PACKAGES := policies simulator conf engine kernels
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test check clean
+
+help:
+	@echo 'make demo    record, simulate, tune and validate on a small real model; writes demo/'
+	@echo 'make test    ruff, mypy and every test that needs no GPU'
+	@echo 'make check   ruff and mypy only'
+	@echo 'make clean   remove what builds and checks left behind (not .venv, not demo/)'
+
+demo: $(VENV)/.installed
+	$(BIN)/specdial demo out=demo
+
+# The script, not `python -m pytest`: that would put the checkout on the path, with a bare package named `kernels`.
+test: check
+	$(BIN)/pytest -m 'not gpu'
+
+check: $(VENV)/.installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy $(addprefix -p specdial.,$(PACKAGES))
+
+$(BIN)/python:
+	@$(or $(PYTHON),false) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || \
+		{ echo 'specdial needs Python 3.11 or later, and none was found; name one: make PYTHON=/path/to/python3' >&2; exit 2; }
+	$(PYTHON) -m venv $(VENV)
+
+# An install is done once, and again when pyproject.toml changes.
+$(VENV)/.installed: pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e .
+	@touch $@
+
+$(VENV)/.installed-dev: pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
+	@touch $@ $(VENV)/.installed
+
+clean:
+	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find $(PACKAGES) tests -name __pycache__ -type d -prune -exec rm -rf {} +
