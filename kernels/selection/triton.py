@@ -14,6 +14,7 @@ import triton.language as tl
 
 CHUNK_KEYS = 32768  # most keys one program holds in registers
 KEYS_PER_THREAD = 32
+TILE_KEYS = 128  # keys a warp places at a time: four a thread
 INVALID = tl.constexpr(-(2**31))  # below every float's key
 PROTECTED = tl.constexpr(2**31 - 1)  # above every float's key
 
@@ -50,22 +51,23 @@ def _threshold(keys, valid_keys, k):
 
 
 @triton.jit
-def _store_chosen(keys, positions, valid_keys, budget, out_keys, out_positions, KEEP_KEYS: tl.constexpr):
-    """Write the k = min(budget, valid_keys) best in the order they stand, ties to the first; return k."""
-    k = tl.minimum(valid_keys, budget)
-    threshold, ties = _threshold(keys, valid_keys, k)
-    over = keys > threshold  # never an invalid key: the threshold is a valid one, or PROTECTED when there is none
-    level = keys == threshold
-    packed = over.to(tl.uint32) + (level.to(tl.uint32) << 16)  # both counts before each key in one scan
+def _place(keys, positions, threshold, ties, over, level, out_keys, out_positions, KEEP_KEYS: tl.constexpr):
+    """Write a tile's chosen keys in the order they stand, ties to the first.
+
+    over, level: how many keys before this tile lie above the threshold and on it; returned with this tile's added.
+    """
+    is_over = keys > threshold  # never an invalid key: the threshold is a valid one, or PROTECTED when there is none
+    is_level = keys == threshold
+    packed = is_over.to(tl.int32) + (is_level.to(tl.int32) << 16)  # both counts in one scan; a tile has < 2**15 keys
     before = tl.cumsum(packed, axis=0) - packed
-    over_before = (before & 0xFFFF).to(tl.int32)
-    level_before = (before >> 16).to(tl.int32)
-    slot = over_before + tl.minimum(level_before, ties)
-    chosen = over | (level & (level_before < ties))
+    level_before = level + (before >> 16)
+    slot = over + (before & 0xFFFF) + tl.minimum(level_before, ties)
+    chosen = is_over | (is_level & (level_before < ties))
     tl.store(out_positions + slot, positions, mask=chosen)
     if KEEP_KEYS:
         tl.store(out_keys + slot, keys, mask=chosen)
-    return k
+    total = tl.sum(packed, axis=0)
+    return over + (total & 0xFFFF), level + (total >> 16)
 
 
 @triton.jit
@@ -80,62 +82,109 @@ def _finish(row, batch, k, length, budget, indices, counts, ROWS: tl.constexpr, 
 
 
 @triton.jit
+def _score_keys(scores, positions, length, sink, recent):
+    """Order keys of the scores at `positions`: protected ones highest, those past the length lowest."""
+    valid = positions < length
+    x = tl.load(scores + positions, mask=valid, other=0.0).to(tl.float32)
+    protected = (positions < sink) | (positions >= length - recent)
+    return tl.where(valid, tl.where(protected, PROTECTED, _order_key(x)), INVALID)
+
+
+@triton.jit
 def _select_chunk(
     scores, lengths, indices, counts, list_keys, list_positions, row_stride, keys_per_row, budget, sink, recent,
-    batches, ROWS: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, PAD: tl.constexpr,
+    batches, ROWS: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, TILE: tl.constexpr, PAD: tl.constexpr,
 ):  # fmt: skip
     """First launch: one program per (row, chunk) of the scores."""
     row = tl.program_id(0) // CHUNKS
     chunk = tl.program_id(0) % CHUNKS
     batch = (row // ROWS) % batches
     length = tl.minimum(tl.load(lengths + batch).to(tl.int32), keys_per_row)
-    positions = chunk * CHUNK + tl.arange(0, CHUNK)
-    valid = positions < length
-    x = tl.load(scores + row.to(tl.int64) * row_stride + positions, mask=valid, other=0.0).to(tl.float32)
-    protected = (positions < sink) | (positions >= length - recent)
-    keys = tl.where(valid, tl.where(protected, PROTECTED, _order_key(x)), INVALID)
-    valid_keys = tl.minimum(tl.maximum(length - chunk * CHUNK, 0), CHUNK)
+    scores += row.to(tl.int64) * row_stride
+    start = chunk * CHUNK
+    valid_keys = tl.minimum(tl.maximum(length - start, 0), CHUNK)
+    k = tl.minimum(valid_keys, budget)
+    keys = _score_keys(scores, start + tl.arange(0, CHUNK), length, sink, recent)
+    threshold, ties = _threshold(keys, valid_keys, k)
     if CHUNKS == 1:
+        out_keys = list_keys
         out = indices + row.to(tl.int64) * budget
-        k = _store_chosen(keys, positions, valid_keys, budget, out, out, KEEP_KEYS=False)
-        _finish(row, batch, k, length, budget, out, counts, ROWS, PAD)
     else:
         offset = (row.to(tl.int64) * CHUNKS + chunk) * budget
-        _store_chosen(keys, positions, valid_keys, budget, list_keys + offset, list_positions + offset, KEEP_KEYS=True)
+        out_keys = list_keys + offset
+        out = list_positions + offset
+    over = tl.full([], 0, tl.int32)
+    level = tl.full([], 0, tl.int32)
+    tile_at = start + tl.arange(0, TILE)
+    tile_keys = _score_keys(scores, tile_at, length, sink, recent)  # read again, from cache: a scan of all needs too
+    for _ in range(0, valid_keys, TILE):  # many registers; the next tile is under way while this one is placed
+        next_keys = _score_keys(scores, tile_at + TILE, length, sink, recent)
+        over, level = _place(tile_keys, tile_at, threshold, ties, over, level, out_keys, out, KEEP_KEYS=CHUNKS > 1)
+        tile_at += TILE
+        tile_keys = next_keys
+    if CHUNKS == 1:
+        _finish(row, batch, k, length, budget, out, counts, ROWS, PAD)
+
+
+@triton.jit
+def _list_valid(item, length, span, budget, first_list, FAN: tl.constexpr):
+    """Whether an item of FAN lists is filled: list i holds the best of keys i*span .. (i+1)*span."""
+    which = first_list + item // budget
+    filled = tl.minimum(tl.maximum(length - which * span, 0), tl.minimum(span, budget))
+    return (item // budget < FAN) & (item % budget < filled)
 
 
 @triton.jit
 def _merge_lists(
     in_keys, in_positions, lengths, indices, counts, out_keys, out_positions, keys_per_row, budget, span, batches,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, FAN: tl.constexpr, LISTS: tl.constexpr, GROUPS: tl.constexpr,
-    PAD: tl.constexpr,
+    TILE: tl.constexpr, PAD: tl.constexpr,
 ):  # fmt: skip
     """Later launches: one program per (row, group of FAN lists), each list being the best `budget` of `span` keys."""
     row = tl.program_id(0) // GROUPS
     group = tl.program_id(0) % GROUPS
     batch = (row // ROWS) % batches
     length = tl.minimum(tl.load(lengths + batch).to(tl.int32), keys_per_row)
+    first_list = group * FAN
+    offset = row.to(tl.int64) * LISTS * budget + first_list * budget
+    in_keys += offset
+    in_positions += offset
     item = tl.arange(0, BLOCK)
-    which = group * FAN + item // budget
-    filled = tl.minimum(tl.maximum(length - which * span, 0), tl.minimum(span, budget))
-    valid = (item // budget < FAN) & (which < LISTS) & (item % budget < filled)
-    offset = row.to(tl.int64) * LISTS * budget + group * FAN * budget
-    keys = tl.load(in_keys + offset + item, mask=valid, other=INVALID)
-    positions = tl.load(in_positions + offset + item, mask=valid, other=0)
+    valid = _list_valid(item, length, span, budget, first_list, FAN)
+    keys = tl.load(in_keys + item, mask=valid, other=INVALID)
     valid_keys = tl.sum(valid.to(tl.int32), axis=0)
+    k = tl.minimum(valid_keys, budget)
+    threshold, ties = _threshold(keys, valid_keys, k)
     if GROUPS == 1:
         out = indices + row.to(tl.int64) * budget
-        k = _store_chosen(keys, positions, valid_keys, budget, out, out, KEEP_KEYS=False)
-        _finish(row, batch, k, length, budget, out, counts, ROWS, PAD)
     else:
         target = (row.to(tl.int64) * GROUPS + group) * budget
-        _store_chosen(keys, positions, valid_keys, budget, out_keys + target, out_positions + target, KEEP_KEYS=True)
+        out_keys += target
+        out = out_positions + target
+    over = tl.full([], 0, tl.int32)
+    level = tl.full([], 0, tl.int32)
+    for first in range(0, FAN * budget, TILE):
+        item = first + tl.arange(0, TILE)
+        valid = _list_valid(item, length, span, budget, first_list, FAN)
+        tile_keys = tl.load(in_keys + item, mask=valid, other=INVALID)
+        positions = tl.load(in_positions + item, mask=valid, other=0)
+        over, level = _place(tile_keys, positions, threshold, ties, over, level, out_keys, out, KEEP_KEYS=GROUPS > 1)
+    if GROUPS == 1:
+        _finish(row, batch, k, length, budget, out, counts, ROWS, PAD)
 
 
 def select_triton(
-    scores: torch.Tensor, lengths: torch.Tensor, *, budget: int, sink: int, recent: int, chunk_keys: int = 0
+    scores: torch.Tensor,
+    lengths: torch.Tensor,
+    *,
+    budget: int,
+    sink: int,
+    recent: int,
+    chunk_keys: int = 0,
+    chunk_warps: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `select`. scores [..., B, R, S] with evenly strided rows; `chunk_keys` 0 chooses the chunk from the shape."""
+    """See `select`. scores [..., B, R, S] with evenly strided rows; the chunk follows from the shape unless
+    `chunk_keys` and `chunk_warps` set it, for sweeps."""
     *outer, B, R, S = scores.shape
     rows = scores[..., 0].numel()
     device = scores.device
@@ -143,11 +192,12 @@ def select_triton(
     counts = torch.empty(B, dtype=torch.int32, device=device)
     chunk = chunk_keys or best_chunk(S, budget, rows)
     chunks = triton.cdiv(S, chunk)
+    first_warps = chunk_warps or warps(chunk)
     pad = min(1024, triton.next_power_of_2(budget))
     keys, positions = _lists(rows, chunks, budget, device)
     _select_chunk[(rows * chunks,)](
         scores, lengths, indices, counts, keys, positions, row_stride(scores), S, budget, sink, recent, B,
-        ROWS=R, CHUNK=chunk, CHUNKS=chunks, PAD=pad, num_warps=warps(chunk),
+        ROWS=R, CHUNK=chunk, CHUNKS=chunks, TILE=min(chunk, first_warps * TILE_KEYS), PAD=pad, num_warps=first_warps,
     )  # fmt: skip
     span = chunk
     while chunks > 1:
@@ -157,7 +207,8 @@ def select_triton(
         merged_keys, merged_positions = _lists(rows, groups, budget, device)
         _merge_lists[(rows * groups,)](
             keys, positions, lengths, indices, counts, merged_keys, merged_positions, S, budget, span, B,
-            ROWS=R, BLOCK=block, FAN=fan, LISTS=chunks, GROUPS=groups, PAD=pad, num_warps=warps(block),
+            ROWS=R, BLOCK=block, FAN=fan, LISTS=chunks, GROUPS=groups, TILE=min(block, warps(block) * TILE_KEYS),
+            PAD=pad, num_warps=warps(block),
         )  # fmt: skip
         keys, positions, chunks, span = merged_keys, merged_positions, groups, span * fan
     return indices, counts
