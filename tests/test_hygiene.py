@@ -2,6 +2,7 @@
 
 import ast
 import re
+import sys
 import tomllib
 from pathlib import Path
 
@@ -14,8 +15,12 @@ PYTHON_FILES = SOURCES + sorted(p for f in ("tests", "benchmarks") for p in (ROO
 MAX_LINES = 400
 
 
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
+DISTRIBUTIONS = {"yaml": "pyyaml", "hydra": "hydra-core", "omegaconf": "hydra-core"}
+
+
 def setuptools_settings():
-    return tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["tool"]["setuptools"]
+    return PYPROJECT["tool"]["setuptools"]
 
 
 def test_files_are_short():
@@ -64,3 +69,16 @@ def test_data_files_are_packaged(folder):
     ignored = {".py", ".pyc"}
     data = {p for p in (ROOT / folder).rglob("*") if p.is_file() and p.suffix not in ignored}
     assert sorted(str(p.relative_to(ROOT)) for p in data - matched) == []
+
+
+def test_what_is_imported_is_declared():
+    declared = {re.match(r"[\w-]+", d).group().lower() for d in PYPROJECT["project"]["dependencies"]}
+    imported = set()
+    for path in SOURCES:
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if isinstance(node, ast.Import):
+                imported |= {alias.name.split(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and not node.level:
+                imported.add(node.module.split(".")[0])
+    foreign = imported - set(sys.stdlib_module_names) - {"specdial"}
+    assert sorted({DISTRIBUTIONS.get(name, name) for name in foreign} - declared) == []
