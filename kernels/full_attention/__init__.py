@@ -1,9 +1,27 @@
-"""Attention of T new query positions per sequence over the whole cache, for decode (T = 1) and verification (T = k+1)."""
+"""Attention of T new query positions per sequence over the whole cache, for decode (T = 1) and verification (T = k+1).
+
+Two entry points: `full_attention` returns normalised masses, `full_attention_raw` returns them unnormalised, for
+`history.push_rows`, which normalises only the rows that turn out to be committed.
+"""
+
+from typing import Literal
 
 import torch
 
 from specdial.kernels import Backend
-from specdial.kernels.full_attention.reference import full_attention_reference
+from specdial.kernels.checks import (
+    FLOATS,
+    INTEGERS,
+    check_backend,
+    check_device,
+    check_dtype,
+    check_last_stride,
+    check_shape,
+)
+from specdial.kernels.full_attention.reference import full_attention_raw_reference, full_attention_reference, pool_pages
+from specdial.kernels.full_attention.statistics import TILE_TOKENS, Granularity, Statistics
+
+__all__ = ["TILE_TOKENS", "Granularity", "Statistics", "full_attention", "full_attention_raw"]
 
 
 def full_attention(
@@ -13,13 +31,97 @@ def full_attention(
     lengths: torch.Tensor,
     *,
     backend: Backend,
-    mass: bool = False,
+    mass: bool | Literal["token", "page"] = False,
+    page_tokens: int = TILE_TOKENS,
+    splits: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Softmax attention over cached keys and the new block itself, causal inside the block.
 
-    q: [B, T, H, D]; k_cache, v_cache: [B, Hk, S, D], the block's own keys already written at lengths[b] .. lengths[b]+T-1;
-    lengths: [B] integer, keys cached before the block. Row t of sequence b sees keys 0 .. lengths[b]+t.
+    q: [B, T, H, D]; k_cache, v_cache: [B, Hk, S, D], the block's own keys already written at lengths[b] ..
+    lengths[b]+T-1; lengths: [B] integer, keys cached before the block. Row t of sequence b sees keys 0 .. lengths[b]+t.
+    Strides are free except the last, which is 1. lengths[b] + T <= S is the caller's contract: it is not read here.
     Returns out [B, T, H, D] and, with `mass`, the softmax weight every key received from each row, summed over the
-    query heads of its kv head: [B, Hk, T, S] float32 (each row sums to G), else None.
+    query heads of its kv head, float32, each row summing to G: [B, Hk, T, S] for True or "token", [B, Hk, T,
+    ceil(S / page_tokens)] summed over pages for "page"; else None. `splits` overrides the number of splits per kv head.
+    Raises ValueError on a wrong shape, dtype, device, stride or backend.
     """
-    return full_attention_reference(q, k_cache, v_cache, lengths, mass=mass)
+    _check(q, k_cache, v_cache, lengths, backend=backend, page_tokens=page_tokens)
+    if mass not in (False, True, "token", "page"):
+        raise ValueError(f'mass is {mass!r}, expected False, True, "token" or "page"')
+    granularity: Granularity | None = None if not mass else "token" if mass is True else mass
+    if backend == "reference":
+        out, weights = full_attention_reference(q, k_cache, v_cache, lengths, mass=bool(mass))
+        if weights is not None and granularity == "page":
+            weights = pool_pages(weights, page_tokens)
+        return out, weights
+    from specdial.kernels.full_attention import launch
+
+    out, raw = launch.full_attention_triton(
+        q, k_cache, v_cache, lengths, granularity=granularity, page_tokens=page_tokens, splits=splits
+    )
+    return out, None if raw is None else launch.normalise_triton(raw, lengths)
+
+
+def full_attention_raw(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    lengths: torch.Tensor,
+    *,
+    backend: Backend,
+    granularity: Granularity = "page",
+    page_tokens: int = TILE_TOKENS,
+    splits: int | None = None,
+) -> tuple[torch.Tensor, Statistics]:
+    """As `full_attention`, with the attention mass left as `Statistics`: raw, per query head, rows not yet chosen.
+
+    Which rows count is known only after acceptance; `history.push_rows` and `decay_rows` take the statistics then.
+    """
+    _check(q, k_cache, v_cache, lengths, backend=backend, page_tokens=page_tokens)
+    if granularity not in ("token", "page"):
+        raise ValueError(f'granularity is {granularity!r}, expected "token" or "page"')
+    if backend == "reference":
+        return full_attention_raw_reference(
+            q, k_cache, v_cache, lengths, granularity=granularity, page_tokens=page_tokens
+        )
+    from specdial.kernels.full_attention import launch
+
+    out, raw = launch.full_attention_triton(
+        q, k_cache, v_cache, lengths, granularity=granularity, page_tokens=page_tokens, splits=splits
+    )
+    assert raw is not None  # a granularity was given
+    return out, raw
+
+
+def _check(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    lengths: torch.Tensor,
+    *,
+    backend: str,
+    page_tokens: int,
+) -> None:
+    check_shape("q", q, (None, None, None, None))
+    B, T, H, D = q.shape
+    check_shape("k_cache", k_cache, (B, None, None, D))
+    Hk, S = k_cache.shape[1], k_cache.shape[2]
+    check_shape("v_cache", v_cache, (B, Hk, S, D))
+    check_shape("lengths", lengths, (B,))
+    if B == 0 or T == 0 or Hk == 0 or H % Hk != 0 or H == 0:
+        raise ValueError(f"q {list(q.shape)} does not fit k_cache {list(k_cache.shape)}: need B, T > 0 and H % Hk = 0")
+    if T > S:
+        raise ValueError(f"q {list(q.shape)} has more positions than k_cache {list(k_cache.shape)} has keys")
+    check_dtype("q", q, FLOATS)
+    for name, tensor in (("k_cache", k_cache), ("v_cache", v_cache)):
+        check_dtype(name, tensor, (q.dtype,))
+        check_device(name, tensor, q.device)
+        check_last_stride(name, tensor)
+    check_last_stride("q", q)
+    check_dtype("lengths", lengths, INTEGERS)
+    check_device("lengths", lengths, q.device)
+    check_backend(backend, q.device)
+    if page_tokens not in (16, 32, 64):
+        raise ValueError(f"page_tokens is {page_tokens}, expected 16, 32 or 64")
+    if backend == "triton" and D not in (16, 32, 64, 128, 256):
+        raise ValueError(f'q {list(q.shape)} has head dim {D}, backend "triton" takes 16, 32, 64, 128 or 256')

@@ -1,0 +1,107 @@
+"""Triton kernels of the scoring heads: scores of chosen heads with their normalisers, then the normalised sum.
+
+The scores pass through memory once, 4 bytes per key and row, beside the 2*D bytes of each key.
+"""
+
+import triton
+import triton.language as tl
+
+from specdial.kernels.full_attention.triton import split_plan
+
+
+@triton.jit
+def scores_kernel(
+    q, k, lengths, heads, row_weights, scores, part_lse,
+    q_sb, q_st, q_sh, k_sb, k_sh, k_ss,
+    B, S, R, M, slots, m_tiles, scale_log2,
+    G: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_B: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Scores (base 2) of one kv head's chosen query heads over one chunk of keys, and their log-sum-exp.
+
+    heads: [groups, WIDTH] query heads by kv head, -1 where a kv head has fewer; packed row = r * WIDTH + column.
+    """
+    group = tl.program_id(0) // m_tiles
+    groups = tl.num_programs(0) // m_tiles
+    slot = tl.program_id(1)
+    tiles, chunks, chunk = split_plan(lengths, B, R + BLOCK_N - 1, tl.cdiv(S, BLOCK_N), slots, BLOCK_N, BLOCK_B)
+    ends = tl.cumsum(chunks, 0)  # [BLOCK_B]
+    if slot >= tl.sum(chunks):
+        return
+    b = tl.sum((ends <= slot).to(tl.int32))
+    own = tl.arange(0, BLOCK_B) == b
+    begin = (slot - tl.sum(tl.where(own, ends - chunks, 0))) * chunk
+    stop = tl.minimum(begin + chunk, tl.sum(tl.where(own, tiles, 0)))
+    length = tl.load(lengths + b).to(tl.int32)
+
+    rows = (tl.program_id(0) % m_tiles) * BLOCK_M + tl.arange(0, BLOCK_M)  # [BLOCK_M]
+    r = tl.minimum(rows // WIDTH, R - 1)
+    head = tl.load(heads + group * WIDTH + rows % WIDTH)
+    weight = tl.load(row_weights + b * R + r)
+    row_ok = (rows < M) & (head >= 0) & (weight != 0)
+    d = tl.arange(0, D)
+    keys = tl.arange(0, BLOCK_N)
+    b64 = b.to(tl.int64)
+    q_rows = q + b64 * q_sb + r.to(tl.int64) * q_st + head.to(tl.int64) * q_sh
+    q_tile = tl.load(q_rows[:, None] + d[None, :], mask=row_ok[:, None], other=0.0)  # [BLOCK_M, D]
+    kv_head = tl.load(heads + group * WIDTH).to(tl.int64) // G
+    first_key = begin.to(tl.int64) * BLOCK_N
+    k_ptrs = k + b64 * k_sb + kv_head * k_sh + (first_key + keys[None, :]) * k_ss + d[:, None]
+    out_ptrs = scores + ((b64 * groups + group) * M + rows[:, None]) * S + first_key + keys[None, :]
+    total = tl.zeros([BLOCK_M], dtype=tl.float32)
+    top = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
+    for tile in tl.range(begin, stop):
+        inside = keys < tl.minimum(length + R, S) - tile * BLOCK_N
+        k_tile = tl.load(k_ptrs, mask=inside[None, :], other=0.0)  # [D, BLOCK_N]
+        logits = tl.dot(q_tile, k_tile, input_precision=PRECISION) * scale_log2
+        visible = (keys[None, :] <= (length + r - tile * BLOCK_N)[:, None]) & inside[None, :]
+        logits = tl.where(visible, logits, float("-inf"))
+        tl.store(out_ptrs, logits, mask=row_ok[:, None] & inside[None, :])
+        new_top = tl.maximum(top, tl.max(logits, 1))
+        floor = tl.maximum(new_top, -1e38)  # a chunk may begin past a row's last key
+        total = total * tl.exp2(top - floor) + tl.sum(tl.exp2(logits - floor[:, None]), 1)
+        top = new_top
+        k_ptrs += BLOCK_N * k_ss
+        out_ptrs += BLOCK_N
+    place = (group.to(tl.int64) * slots + slot) * M + rows
+    tl.store(part_lse + place, tl.where(total > 0, top + tl.log2(total), float("-inf")), mask=row_ok)
+
+
+@triton.jit
+def sum_kernel(
+    scores, part_lse, lengths, heads, row_weights, out,
+    B, S, R, M, slots, groups,
+    WIDTH: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_PARTS: tl.constexpr,
+    BLOCK: tl.constexpr, ADD: tl.constexpr,
+):  # fmt: skip
+    """out[b, keys] (+)= sum of weight * 2^(score - lse) over the rows of every group, in a fixed order."""
+    b = tl.program_id(1)
+    length = tl.load(lengths + b).to(tl.int32)
+    _, chunks, _ = split_plan(lengths, B, R + BLOCK_N - 1, tl.cdiv(S, BLOCK_N), slots, BLOCK_N, BLOCK_B)
+    own = tl.arange(0, BLOCK_B) == b
+    count = tl.sum(tl.where(own, chunks, 0))
+    first = tl.sum(tl.where(own, tl.cumsum(chunks, 0) - chunks, 0))
+    entries = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    acc = tl.zeros([BLOCK], dtype=tl.float32)
+    if ADD:
+        acc = tl.load(out + b.to(tl.int64) * S + entries, mask=entries < S, other=0.0)
+    for row in range(groups * M):
+        group = row // M
+        m = row % M
+        r = m // WIDTH
+        weight = tl.load(row_weights + b * R + r)
+        if (weight != 0) & (tl.load(heads + group * WIDTH + m % WIDTH) >= 0):
+            top = float("-inf")
+            total = 0.0
+            for start in range(0, count, BLOCK_PARTS):
+                i = start + tl.arange(0, BLOCK_PARTS)
+                place = (group.to(tl.int64) * slots + first + i) * M + m
+                part = tl.load(part_lse + place, mask=i < count, other=float("-inf"))
+                new_top = tl.maximum(top, tl.max(part, 0))  # the first part is finite: key 0 is always visible
+                total = total * tl.exp2(top - new_top) + tl.sum(tl.exp2(part - new_top), 0)
+                top = new_top
+            place = scores + ((b.to(tl.int64) * groups + group) * M + m) * S + entries
+            visible = (entries <= length + r) & (entries < S)
+            logits = tl.load(place, mask=visible, other=float("-inf"))
+            acc += weight * tl.exp2(logits - top - tl.log2(total))
+    tl.store(out + b.to(tl.int64) * S + entries, acc, mask=entries < S)
