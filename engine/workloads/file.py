@@ -39,7 +39,7 @@ def build_file(spec: WorkloadSpec, tokenizer: Tokenizer) -> list[Draft]:
 def _from_text(path: Path, text: str, spec: WorkloadSpec, tokenizer: Tokenizer) -> list[Draft]:
     drafts = list(pack(paragraphs(path.name, text), tokenizer, spec))
     if not drafts and spec.keep_short:
-        ids = tokenizer.encode(text)[: spec.context_tokens]
+        ids = tokenizer.encode(text, add_special=True)[: spec.context_tokens]
         drafts = [Draft(path.name, ids, meta={"source": [[path.name, 0, len(text)]]})]
     return enough(shuffled(drafts, spec), spec, str(path))
 
@@ -54,7 +54,7 @@ def _from_lines(path: Path, text: str, spec: WorkloadSpec, tokenizer: Tokenizer)
             break
         line, row = rows[i]
         field = next(name for name in FIELDS if name in row)
-        ids = tokenizer.chat(row[field]) if field == "messages" else tokenizer.encode(row[field])
+        ids = tokenizer.chat(row[field]) if field == "messages" else tokenizer.encode(row[field], add_special=True)
         longest_tokens = max(longest_tokens, len(ids))
         if len(ids) < spec.context_tokens and not spec.keep_short:
             continue

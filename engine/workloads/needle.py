@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 
-from specdial.engine.workloads.packing import body_ids, claims
+from specdial.engine.workloads.packing import claims
 from specdial.engine.workloads.sources import Passage, book, paragraphs, stdlib
 from specdial.engine.workloads.spec import Draft, Tokenizer, WorkloadSpec
 from specdial.policies.errors import UserError
@@ -59,8 +59,8 @@ def build_needle(spec: WorkloadSpec, tokenizer: Tokenizer) -> list[Draft]:
     if spec.needles > len(NAMES):
         raise UserError(f"workload.needles is {spec.needles}", f"give at most {len(NAMES)}")
     ring = filler_passages(spec.filler)
-    encode = cache(lambda text: tuple(body_ids(tokenizer, text)))
-    prefix = tokenizer.encode("")
+    encode = cache(lambda text: tuple(tokenizer.encode(text)))
+    prefix = tokenizer.encode("", add_special=True)
     at = random.Random(f"{spec.seed}:needle").randrange(len(ring))
     drafts: list[Draft] = []
     for index in range(spec.documents):

@@ -14,28 +14,23 @@ from specdial.engine.workloads.spec import SPLITS, Document, Draft, Tokenizer, W
 from specdial.policies.errors import UserError
 
 
-def body_ids(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Token ids of text without the marks the tokenizer puts before any text."""
-    return tokenizer.encode(text)[len(tokenizer.encode("")) :]
-
-
 def pack(passages: Iterable[Passage], tokenizer: Tokenizer, spec: WorkloadSpec) -> Iterator[Draft]:
     """Yields prompts of exactly context_tokens, each the start of a run of passages, in the order given.
 
     The cut falls wherever the length puts it, so a prompt usually ends inside a passage; what is left of the last
     passage is not used.
     """
-    prefix = tokenizer.encode("")
+    prefix = tokenizer.encode("", add_special=True)
     need = spec.context_tokens - len(prefix) + spec.new_tokens
     run: list[Passage] = []
     count = 0
     for passage in passages:
         run.append(passage)
-        count += len(body_ids(tokenizer, passage.text))
+        count += len(tokenizer.encode(passage.text))
         if count < need:
             continue
         # Encoding passages together may give fewer ids than apart: encode the run, and go on if it is short.
-        ids = body_ids(tokenizer, "".join(p.text for p in run))
+        ids = tokenizer.encode("".join(p.text for p in run))
         count = len(ids)
         if count < need:
             continue

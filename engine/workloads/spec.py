@@ -4,7 +4,7 @@ The builders are elsewhere; this file only says which settings exist and refuses
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Protocol
 
@@ -14,14 +14,9 @@ SPLITS = ("train", "validation", "test")
 
 
 class Tokenizer(Protocol):
-    """What a workload needs of a tokenizer.
+    """What a workload needs of a tokenizer. add_special puts the model's begin mark, if it has one, before the text."""
 
-    `encode("")` gives the marks the tokenizer puts before any text (a begin-of-text id, or nothing).
-    """
-
-    def encode(self, text: str) -> list[int]: ...
-
-    def decode(self, ids: Sequence[int]) -> str: ...
+    def encode(self, text: str, *, add_special: bool = False) -> list[int]: ...
 
     def chat(self, messages: list[dict[str, str]]) -> list[int]: ...
 

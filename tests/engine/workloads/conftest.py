@@ -10,8 +10,8 @@ BEGIN_ID = 256
 class ByteTokenizer:
     """One id per UTF-8 byte, a begin mark before any text, and role marks round chat messages."""
 
-    def encode(self, text):
-        return [BEGIN_ID, *text.encode()]
+    def encode(self, text, *, add_special=False):
+        return [BEGIN_ID] * add_special + list(text.encode())
 
     def decode(self, ids):
         return bytes(i for i in ids if i < 256).decode(errors="replace")
@@ -27,7 +27,7 @@ class WordTokenizer:
         self.words = []
         self.ids = {}
 
-    def encode(self, text):
+    def encode(self, text, *, add_special=False):
         ids = []
         for word in re.findall(r"\s*\S+\s*|\s+", text):
             if word not in self.ids:
