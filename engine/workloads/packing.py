@@ -35,7 +35,9 @@ def pack(passages: Iterable[Passage], tokenizer: Tokenizer, spec: WorkloadSpec) 
         if count < need:
             continue
         prompt = prefix + ids[: spec.context_tokens - len(prefix)]
-        yield Draft(run[0].source, prompt, meta={"source": claims(run)})
+        first = run[0]
+        name = first.source if first.start_char == 0 else f"{first.source}@{first.start_char}"
+        yield Draft(name, prompt, meta={"source": claims(run)})
         run, count = [], 0
 
 
