@@ -1,0 +1,213 @@
+"""Costs: how long a draft, a verification, a selection, the host's part and a plain step take, and how sure that is.
+
+Inside the measured grid: linear interpolation, axis by axis. Outside: the nearest measured value times the ratio of the
+fitted physical terms, marked as extrapolated. Along an axis measured at one value: constant within a tolerance, else
+refused. Leaves out acceptance; one cost table serves many traces.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from specdial.engine.trace.reader import CostTable, Trace
+from specdial.engine.trace.schema import OPS, PLAIN
+from specdial.simulator.physics import AXES, Physics, fit_physics
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+BATCH, BUDGET, K, CONTEXT = range(4)
+# How far from the only measured value of an axis a cost is taken as constant.
+ONE_VALUE_TOLERANCE_FRAC = {BATCH: 0.0, BUDGET: 0.1, K: 0.0, CONTEXT: 0.1}
+
+
+class CostRefusedError(Exception):
+    """The measurements say nothing about this point; the message says which axis."""
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Measurements of one operation: points [n, 4] along AXES, medians [n], and the fitted physical terms."""
+
+    op: str
+    points: Floats
+    values_us: Floats
+    physics: Physics
+    context_range: tuple[float, float]
+
+    @classmethod
+    def of(cls, op: str, points: Floats, values_us: Floats) -> "Measured":
+        bounds = (float(points[:, CONTEXT].min()), float(points[:, CONTEXT].max()))
+        return cls(op, points, values_us, fit_physics(op, points, values_us), bounds)
+
+    def at(self, query: Floats) -> tuple[float, bool]:
+        """(microseconds, extrapolated) at one point [4]. Raises CostRefusedError."""
+        return self._at(query, np.arange(len(self.points)), 0)
+
+    def _at(self, query: Floats, rows: Ints, axis: int) -> tuple[float, bool]:
+        if axis == len(AXES):
+            return float(self.values_us[rows].mean()), False
+        levels = np.unique(self.points[rows, axis])
+        if len(levels) == 1:
+            if self._has_meaning(axis):
+                self._check_one_value(axis, float(levels[0]), float(query[axis]))
+            return self._at(query, rows, axis + 1)
+        wanted = float(query[axis])
+        inside = float(np.clip(wanted, levels[0], levels[-1]))
+        if inside != wanted:
+            clamped = query.copy()
+            clamped[axis] = inside
+            value, _ = self._at(clamped, rows[self.points[rows, axis] == inside], axis + 1)
+            before, after = self.physics.predict_us(np.stack([clamped, query]))
+            return value * float(after / before) if before > 0.0 else value, True
+        upper = int(np.searchsorted(levels, inside))
+        high, high_extra = self._at(query, rows[self.points[rows, axis] == levels[upper]], axis + 1)
+        if levels[upper] == inside:
+            return high, high_extra
+        low, low_extra = self._at(query, rows[self.points[rows, axis] == levels[upper - 1]], axis + 1)
+        share = (inside - levels[upper - 1]) / (levels[upper] - levels[upper - 1])
+        return low + (high - low) * float(share), low_extra or high_extra
+
+    def _has_meaning(self, axis: int) -> bool:
+        """k and budget are 0 throughout where the operation does not depend on them."""
+        if self.op == "verify" and axis == K:
+            return True
+        return axis in (BATCH, CONTEXT) or bool((self.points[:, axis] != 0).any())
+
+    def _check_one_value(self, axis: int, measured: float, wanted: float) -> None:
+        low, high = self.context_range if axis == CONTEXT else (measured, measured)
+        slack = ONE_VALUE_TOLERANCE_FRAC[axis]
+        if not low * (1.0 - slack) <= wanted <= high * (1.0 + slack):
+            raise CostRefusedError(f"{self.op} was measured at {AXES[axis]} {measured:g} only, not {wanted:g}")
+
+
+@dataclass(frozen=True, slots=True)
+class CostModel:
+    """Costs of every operation. `meta` says of which model and machine; `own_rounds`: taken from a trace's rounds."""
+
+    measured: dict[str, Measured]
+    meta: dict[str, Any]
+    source: str
+    own_rounds: bool = False
+    _seen: dict[tuple[str, int, int, int, float], tuple[float, bool]] = field(default_factory=dict)
+
+    @classmethod
+    def from_table(cls, table: CostTable) -> "CostModel":
+        """Costs as calibrated."""
+        column = {name: table.rows[name].to_numpy().astype(np.float64) for name in (*AXES, "median_us")}
+        ops = np.array(table.rows["op"].to_pylist())
+        points = np.stack([column[name] for name in AXES], axis=1)
+        measured = {
+            op: Measured.of(op, points[ops == op], column["median_us"][ops == op]) for op in OPS if (ops == op).any()
+        }
+        return cls(measured, table.meta, f"cost table {table.path}")
+
+    @classmethod
+    def from_rounds(cls, trace: Trace) -> "CostModel":
+        """Costs as the trace's own rounds took them: medians by (mode, batch, k), constant over the recorded contexts.
+
+        They cover the recorded policy's budget and, without plain rounds, no baseline.
+        """
+        rounds = {
+            name: trace.rounds[name].to_numpy().astype(np.float64)
+            for name in trace.rounds.column_names
+            if name != "mode"
+        }
+        plain = np.array(trace.rounds["mode"].to_pylist()) == PLAIN
+        contexts = rounds["context_tokens"]
+        budget = float(trace.meta["policy"]["draft_kv"]["budget"])
+        rows: dict[str, list[tuple[float, float, float, float, float]]] = {}
+
+        def add(op: str, budget: float, k: float, batch: float, values_us: Floats) -> None:
+            rows.setdefault(op, []).append((batch, budget, k, float(np.median(contexts)), float(np.median(values_us))))
+
+        total = rounds["draft_us"] + rounds["verify_us"] + rounds["select_us"] + rounds["host_us"]
+        for batch in np.unique(rounds["batch"]):
+            mine = rounds["batch"] == batch
+            if (plain & mine).any():
+                add("plain", 0.0, 0.0, batch, total[plain & mine])
+            for k in np.unique(rounds["k"][mine & ~plain]):
+                chosen = mine & ~plain & (rounds["k"] == k)
+                add("verify", 0.0, k, batch, rounds["verify_us"][chosen])
+                add("host", 0.0, k, batch, rounds["host_us"][chosen])
+                if k > 0:
+                    add("draft", budget, k, batch, rounds["draft_us"][chosen] / k)
+                    add("select", budget, k, batch, rounds["select_us"][chosen])
+        bounds = (float(contexts.min()), float(contexts.max()))
+        measured = {}
+        for op, found in rows.items():
+            array = np.array(found)
+            fitted = fit_physics(op, array[:, :4], array[:, 4])
+            measured[op] = Measured(op, array[:, :4], array[:, 4], fitted, bounds)
+        return cls(measured, trace.meta, f"the rounds of {trace.path}", own_rounds=True)
+
+    def at(self, op: str, context_tokens: float, batch: int, k: int = 0, budget: int = 0) -> tuple[float, bool]:
+        """(microseconds, extrapolated) of one operation. Raises CostRefusedError."""
+        key = (op, batch, k, budget, context_tokens)
+        if key not in self._seen:
+            if op not in self.measured:
+                raise CostRefusedError(f"{self.source} has no measurement of {op}")
+            self._seen[key] = self.measured[op].at(np.array([batch, budget, k, context_tokens], np.float64))
+        return self._seen[key]
+
+    def plain_us(self, context_tokens: npt.ArrayLike, batch: int = 1) -> Floats:
+        """One plain step of the whole batch."""
+        return self._each("plain", context_tokens, batch, 0, 0)
+
+    def draft_us(
+        self, context_tokens: npt.ArrayLike, batch: int, budget: npt.ArrayLike, k: npt.ArrayLike = 0
+    ) -> Floats:
+        """One draft token of the whole batch, reading `budget` keys."""
+        return self._each("draft", context_tokens, batch, k, budget)
+
+    def verify_us(self, context_tokens: npt.ArrayLike, batch: int, k: npt.ArrayLike) -> Floats:
+        """A full verification of k drafts of the whole batch."""
+        return self._each("verify", context_tokens, batch, k, 0)
+
+    def select_us(self, context_tokens: npt.ArrayLike, batch: int, budget: npt.ArrayLike) -> Floats:
+        """Choosing and gathering `budget` keys, once a round."""
+        return self._each("select", context_tokens, batch, 0, budget)
+
+    def host_us(self, context_tokens: npt.ArrayLike, batch: int, k: npt.ArrayLike = 0) -> Floats:
+        """The rest of a round."""
+        return self._each("host", context_tokens, batch, k, 0)
+
+    def contexts(self) -> list[float]:
+        """Every measured context length: between two neighbours all costs are linear in context."""
+        return sorted({float(c) for measured in self.measured.values() for c in measured.points[:, CONTEXT]})
+
+    def leave_one_out(self) -> dict[str, dict[str, float]]:
+        """Per operation: relative error of each measurement predicted from the others, median and worst."""
+        return {op: leave_one_out(measured) for op, measured in self.measured.items() if len(measured.values_us) > 2}
+
+    def _each(
+        self, op: str, context_tokens: npt.ArrayLike, batch: int, k: npt.ArrayLike, budget: npt.ArrayLike
+    ) -> Floats:
+        c, ks, b = np.broadcast_arrays(np.asarray(context_tokens, np.float64), np.asarray(k), np.asarray(budget))
+        values = [
+            self.at(op, float(x), batch, int(y), int(z))[0] for x, y, z in zip(c.flat, ks.flat, b.flat, strict=True)
+        ]
+        return np.array(values, np.float64).reshape(c.shape)
+
+
+def leave_one_out(measured: Measured) -> dict[str, float]:
+    """Relative errors of one operation's measurements, each predicted from the others by the model's own rules."""
+    errors, refused = [], 0
+    for i, point in enumerate(measured.points):
+        keep = np.arange(len(measured.points)) != i
+        rest = Measured.of(measured.op, measured.points[keep], measured.values_us[keep])
+        try:
+            predicted, _ = rest.at(point)
+        except CostRefusedError:
+            refused += 1
+            continue
+        errors.append(abs(predicted / measured.values_us[i] - 1.0) if measured.values_us[i] > 0.0 else 0.0)
+    if not errors:
+        return {"n": 0.0, "refused": float(refused)}
+    return {
+        "n": float(len(errors)),
+        "refused": float(refused),
+        "median_frac": float(np.median(errors)),
+        "worst_frac": float(np.max(errors)),
+    }

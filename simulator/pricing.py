@@ -1,0 +1,108 @@
+"""Turns rounds into time: costs tabulated over (k, context) once, rounds binned into that table, time = bins . table.
+
+Costs are piecewise linear in context between the measured contexts, so splitting each round between its two
+neighbouring knots loses nothing, and pricing a million rounds is one bincount. Leaves out where rounds come from.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from specdial.policies.schema import Policy
+from specdial.simulator.costs import CostModel
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+TERMS = ("draft", "verify", "select", "host", "plain")
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What a round's cost depends on besides k and context. plain: the policy never drafts, a round is a plain step."""
+
+    plain: bool
+    budget: int
+    k_max: int
+
+    @classmethod
+    def of(cls, policy: Policy, variant: Policy) -> "Setting":
+        """The setting of one variant (cell) of a policy."""
+        k_max = policy.k_max
+        return cls(k_max == 0, variant.draft_kv.budget if k_max else 0, k_max)
+
+
+@dataclass(frozen=True, slots=True)
+class PriceTable:
+    """Microseconds of a round, and the part of it that was extrapolated: [terms, k, knots]."""
+
+    cost_us: Floats
+    extrapolated_us: Floats
+
+
+def knots_for(costs: CostModel, low_tokens: float, high_tokens: float) -> Floats:
+    """Contexts at which to tabulate: the measured ones in between and the ends of the wanted range."""
+    inner = [c for c in costs.contexts() if low_tokens < c < high_tokens]
+    return np.array(sorted({float(low_tokens), *inner, float(high_tokens)}))
+
+
+def tabulate(costs: CostModel, setting: Setting, batch: int, knots: Floats) -> PriceTable:
+    """Price every (k, knot) of a setting. Raises CostRefusedError when the measurements do not reach."""
+    shape = (len(TERMS), setting.k_max + 1, len(knots))
+    cost_us, extrapolated_us = np.zeros(shape), np.zeros(shape)
+    for k in range(setting.k_max + 1):
+        for i, context in enumerate(knots):
+            for term, (op, times, op_k) in enumerate(_round(setting, k)):
+                if times:
+                    value, extra = costs.at(op, float(context), batch, op_k, setting.budget if op in _SPARSE else 0)
+                    cost_us[term, k, i] = times * value
+                    extrapolated_us[term, k, i] = times * value * extra
+    return PriceTable(cost_us, extrapolated_us)
+
+
+def plain_time_us(costs: CostModel, start: Ints, end: Ints) -> float:
+    """Plain decoding of one batch, start and end [members], until its last member ends.
+
+    A step lasts as one at the mean context; members that have ended keep their place.
+    Raises CostRefusedError when plain steps were not measured there.
+    """
+    steps = np.arange(int((end - start).max()))
+    context = np.minimum(start[:, None] + steps, end[:, None]).mean(axis=0)  # [steps]
+    knots = knots_for(costs, float(context[0]), float(context[-1]))
+    values = [costs.at("plain", float(c), len(start))[0] for c in knots]
+    return float(np.interp(context, knots, values).sum())
+
+
+@dataclass(frozen=True, slots=True)
+class Bins:
+    """Rounds counted by (unit, setting, k, knot), a round between two knots split in proportion."""
+
+    counts: Floats  # [units, settings, k, knots]
+    knots: Floats
+
+    @classmethod
+    def empty(cls, units: int, settings: int, k_max: int, knots: Floats) -> "Bins":
+        return cls(np.zeros((units, settings, k_max + 1, len(knots))), knots)
+
+    def add(self, unit: Ints, setting: Ints, k: Ints, context_tokens: Floats) -> None:
+        """Count rounds, all arguments [n]."""
+        _, settings, ks, width = self.counts.shape
+        base = ((unit * settings + setting) * ks + k) * width
+        flat = self.counts.reshape(-1)
+        if width == 1:
+            flat += np.bincount(base, minlength=flat.size)
+            return
+        upper = np.clip(np.searchsorted(self.knots, context_tokens), 1, width - 1)
+        share = (context_tokens - self.knots[upper - 1]) / (self.knots[upper] - self.knots[upper - 1])
+        flat += np.bincount(base + upper, weights=share, minlength=flat.size)
+        flat += np.bincount(base + upper - 1, weights=1.0 - share, minlength=flat.size)
+
+
+_SPARSE = ("draft", "select")
+
+
+def _round(setting: Setting, k: int) -> tuple[tuple[str, int, int], ...]:
+    """(operation, how often, its k) of a round, in the order of TERMS."""
+    if setting.plain:
+        return (("draft", 0, 0), ("verify", 0, 0), ("select", 0, 0), ("host", 0, 0), ("plain", 1, 0))
+    return (("draft", k, k), ("verify", 1, k), ("select", int(k > 0), k), ("host", 1, k), ("plain", 0, 0))

@@ -1,0 +1,193 @@
+"""Replay: a trace's documents decoded again under other policies, in NumPy, and priced by a cost model.
+
+The round is the engine's (simulator.loop), the controllers are the engine's own objects. Documents run in consecutive
+groups of `batch` within the split, in document order; a batch's round lasts as long as its longest member and the last
+group may be smaller. The baseline is plain decoding in the same groups, so plain's speedup is 1.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from specdial.engine.trace.reader import Trace
+from specdial.policies.errors import UserError
+from specdial.policies.schema import Policy
+from specdial.simulator.costs import CostModel, CostRefusedError
+from specdial.simulator.lanes import Documents, Record, read_record
+from specdial.simulator.mixing import drawn, with_budgets
+from specdial.simulator.outcome import Outcome, Rounds, bootstrap_interval
+from specdial.simulator.own_time import own_time_us, was_recorded
+from specdial.simulator.pricing import Setting, knots_for, plain_time_us, tabulate
+from specdial.simulator.summary import Frame, Tables, summarise, with_time
+from specdial.simulator.support import Support, support
+from specdial.simulator.tally import Tally, Units, tally
+
+Floats = npt.NDArray[np.float64]
+CHUNK_SEQUENCES = 8192  # sequences stepped together: wide enough for NumPy, small enough for the cache
+
+
+def replay(
+    trace: Trace | Record,
+    costs: CostModel | None,
+    policies: Sequence[Policy],
+    split: str | None = None,
+    batch: int = 1,
+    *,
+    bootstrap: int = 1000,
+    seed: int = 0,
+    keep_rounds: bool = False,
+) -> list[Outcome]:
+    """One Outcome per policy, in order.
+
+    costs: None takes the trace's own rounds. bootstrap: resamples for the interval, 0 for none. seed: of the bootstrap
+    and of whatever acceptance is modelled. Raises UserError when the split has no document.
+    """
+    record = trace if isinstance(trace, Record) else read_record(trace)
+    costs = CostModel.from_rounds(record.trace) if costs is None else costs
+    record, judged = _judge(drawn(record, seed), policies, seed)
+    job = _Job(record, costs, batch, _frame(record, costs, split, batch), keep_rounds)
+    groups: dict[tuple[str, ...], list[int]] = {}
+    for i, policy in enumerate(policies):
+        groups.setdefault(tuple(v.controller.kind for v in policy.variants()), []).append(i)
+    width = max(CHUNK_SEQUENCES // len(job.frame.documents), 1)
+    outcomes: dict[int, Outcome] = {}
+    for members in groups.values():
+        members.sort(key=lambda i: policies[i].k_max)
+        for first in range(0, len(members), width):
+            chunk = members[first : first + width]
+            found = job.run([policies[i] for i in chunk], [judged[i] for i in chunk])
+            outcomes |= dict(zip(chunk, found, strict=True))
+    done = [outcomes[i] for i in range(len(policies))]
+    return _with_intervals(done, job.frame, bootstrap, seed) if bootstrap else done
+
+
+def replay_rounds(
+    trace: Trace | Record, policies: Sequence[Policy], split: str | None = None, batch: int = 1, *, seed: int = 0
+) -> list[Rounds]:
+    """The rounds of each policy, without any cost. Raises UserError where the record does not support one."""
+    record, judged = _judge(drawn(trace if isinstance(trace, Record) else read_record(trace), seed), policies, seed)
+    documents = _documents(record, split)
+    logs = []
+    for policy, judgement in zip(policies, judged, strict=True):
+        if judgement.level == "refused":
+            raise UserError(f"policy {policy.name} cannot be replayed: {judgement.reason}", "record it densely")
+        units = Units.of(len(documents), batch)
+        found = tally(record, documents, [policy], [judgement.arms], units=units, knots=np.zeros(1), logged=(0,))
+        if found.missing[0]:
+            raise UserError(f"policy {policy.name} drafts where nothing was recorded", "record with dense=true")
+        logs.append(found.logs[0])
+    return logs
+
+
+def _judge(record: Record, policies: Sequence[Policy], seed: int) -> tuple[Record, list[Support]]:
+    """Support of each policy; arms between recorded budgets are appended to the record and named in the support."""
+    judged = [support(record, policy) for policy in policies]
+    wanted = sorted({mix for judgement in judged for mix in judgement.between if mix is not None})
+    place = {mix: len(record.arms) + i for i, mix in enumerate(wanted)}
+    renamed = [
+        replace(j, arms=tuple(a if mix is None else place[mix] for a, mix in zip(j.arms, j.between, strict=True)))
+        for j in judged
+    ]
+    return with_budgets(record, wanted, seed), renamed
+
+
+def _documents(record: Record, split: str | None) -> Documents:
+    documents = record.documents
+    if split is not None:
+        documents = documents.take(np.flatnonzero(documents.split == split))
+    if not len(documents):
+        known = ", ".join(sorted(set(record.documents.split.tolist())))
+        raise UserError(f"the trace has no finished document in split {split!r}", f"use one of {known}")
+    return documents
+
+
+def _frame(record: Record, costs: CostModel, split: str | None, batch: int) -> Frame:
+    documents = _documents(record, split)
+    units = Units.of(len(documents), batch)
+    parts = [slice(f, f + n) for f, n in zip(units.first, units.sizes, strict=True)]
+    try:
+        base: Floats | None = np.array(
+            [plain_time_us(costs, documents.start[part], documents.end[part]) for part in parts]
+        )
+    except CostRefusedError:
+        base = None
+    return Frame(documents, units, base, float(record.trace.meta["model"]["kv_bytes_per_token"]))
+
+
+def _with_intervals(outcomes: list[Outcome], frame: Frame, resamples: int, seed: int) -> list[Outcome]:
+    priced = [(i, outcome.unit_us) for i, outcome in enumerate(outcomes) if outcome.speedup is not None]
+    if frame.base_us is None or not priced:
+        return outcomes
+    times = np.stack([unit_us for _, unit_us in priced if unit_us is not None])
+    low, high = bootstrap_interval(frame.base_us, times, resamples, seed)
+    for place, (i, _) in enumerate(priced):
+        outcomes[i] = replace(outcomes[i], low=float(low[place]), high=float(high[place]))
+    return outcomes
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """What all chunks of one replay share."""
+
+    record: Record
+    costs: CostModel
+    batch: int
+    frame: Frame
+    keep_rounds: bool
+
+    def run(self, policies: list[Policy], judged: list[Support]) -> list[Outcome]:
+        """Outcomes without intervals of policies that share their controller kinds."""
+        outcomes: list[Outcome] = []
+        tables: list[Tables] = []
+        for policy, judgement in zip(policies, judged, strict=True):
+            level, reason = judgement.level, judgement.reason
+            try:
+                tables.append({} if level == "refused" else self._tables(policy))
+            except CostRefusedError as error:
+                level, reason = "refused", str(error)
+                tables.append({})
+            budget = policy.draft_kv.budget if policy.k_max else 0
+            outcomes.append(Outcome(policy, level, reason, policy.lossless, (), self.batch, budget))
+        live = [i for i, outcome in enumerate(outcomes) if outcome.level != "refused"]
+        if not live:
+            return outcomes
+        own = [p for p, i in enumerate(live) if self.costs.own_rounds and self._was_recorded(policies[i])]
+        found = tally(
+            self.record,
+            self.frame.documents,
+            [policies[i] for i in live],
+            [judged[i].arms for i in live],
+            units=self.frame.units,
+            knots=self._knots(),
+            logged=range(len(live)) if self.keep_rounds else own,
+        )
+        for place, i in enumerate(live):
+            outcomes[i] = summarise(outcomes[i], found, place, tables[i], self.frame)
+            if place in own:
+                outcomes[i] = self._with_own_time(outcomes[i], found, place)
+            if self.keep_rounds:
+                outcomes[i] = replace(outcomes[i], round_log=found.logs[place])
+        return outcomes
+
+    def _knots(self) -> Floats:
+        documents = self.frame.documents
+        return knots_for(self.costs, float(documents.start.min()), float(documents.end.max()))
+
+    def _tables(self, policy: Policy) -> Tables:
+        sizes = np.unique(self.frame.units.sizes).tolist()
+        settings = [Setting.of(policy, variant) for variant in policy.variants()]
+        knots = self._knots()
+        return {(v, n): tabulate(self.costs, s, n, knots) for v, s in enumerate(settings) for n in sizes}
+
+    def _was_recorded(self, policy: Policy) -> bool:
+        return was_recorded(self.record.trace, policy, self.batch)
+
+    def _with_own_time(self, outcome: Outcome, found: Tally, place: int) -> Outcome:
+        """Replace the medians by the recorded time of the very same rounds."""
+        units = self.frame.units
+        unit = np.repeat(np.arange(len(units.first)), units.sizes).tolist()
+        unit_of = dict(zip(self.frame.documents.doc.tolist(), unit, strict=True))
+        own_us = own_time_us(self.record.trace, found.logs[place], unit_of, len(units.first))
+        return outcome if own_us is None else with_time(outcome, own_us, found.counts_of(place), self.frame)

@@ -1,0 +1,107 @@
+"""What a record can say about a policy: exactly, by a model, or nothing, and why.
+
+exact: greedy decoding, a lossless policy, its drafter and selection recorded, no draft longer than recorded.
+modelled: sampled decoding (acceptance drawn from recorded probabilities) or a budget between recorded ones.
+refused: everything else; the reason names the setting.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from specdial.policies.fields import to_plain
+from specdial.policies.schema import Policy
+from specdial.simulator.lanes import Record
+
+Level = Literal["exact", "modelled", "refused"]
+
+
+@dataclass(frozen=True, slots=True)
+class Support:
+    """level, why it is not exact, and the recorded arm of each variant (0 where a variant never drafts).
+
+    between: for each variant (lower arm, upper arm, budget) to interpolate, or None where the arm was recorded.
+    """
+
+    level: Level
+    reason: str | None
+    arms: tuple[int, ...]
+    between: tuple[tuple[int, int, int] | None, ...]
+
+
+def support(record: Record, policy: Policy) -> Support:
+    """Judge one policy against a record."""
+    if not policy.lossless:
+        return _refused("it is lossy, and replay knows lossless policies only")
+    level: Level = "exact"
+    reasons: list[str] = []
+    arms: list[int] = []
+    between: list[tuple[int, int, int] | None] = []
+    for variant in policy.variants():
+        if variant.k_max == 0:
+            arms.append(0)
+            between.append(None)
+            continue
+        if variant.k_max > record.k_max:
+            return _refused(f"it drafts up to {variant.k_max} tokens, {record.k_max} were recorded")
+        place, why = _arm(record, variant)
+        if place is not None:
+            arms.append(place)
+            between.append(None)
+            continue
+        neighbours = _neighbours(record, variant)
+        if neighbours is None:
+            return _refused(why)
+        level = "modelled"
+        reasons.append(f"budget {variant.draft_kv.budget} lies between recorded ones")
+        arms.append(neighbours[0])
+        between.append((*neighbours, variant.draft_kv.budget))
+    if record.sampled and policy.k_max > 0:
+        level = "modelled"
+        reasons.append("sampled decoding: acceptance drawn from recorded probabilities")
+    return Support(level, "; ".join(dict.fromkeys(reasons)) or None, tuple(arms), tuple(between))
+
+
+def _refused(reason: str) -> Support:
+    return Support("refused", reason, (), ())
+
+
+def _wanted(policy: Policy) -> dict[str, Any]:
+    return {"drafter": to_plain(policy.drafter), "draft_kv": to_plain(policy.draft_kv)}
+
+
+def _arm(record: Record, policy: Policy) -> tuple[int | None, str]:
+    """Index of the arm recorded with this drafter and selection, or what the closest arm differs in."""
+    wanted = _wanted(policy)
+    closest: list[str] | None = None
+    for i, arm in enumerate(record.arms):
+        differs = _differences(wanted, {"drafter": arm["drafter"], "draft_kv": arm["draft_kv"]})
+        if not differs:
+            return i, ""
+        if closest is None or len(differs) < len(closest):
+            closest = differs
+    if closest is None:
+        return None, "no drafts were recorded"
+    return None, f"no recorded arm has {', '.join(closest)}"
+
+
+def _neighbours(record: Record, policy: Policy) -> tuple[int, int] | None:
+    """Indices of the recorded arms just below and above a policy's budget, all else equal; None outside them."""
+    wanted = _wanted(policy)
+    budgets: list[tuple[int, int]] = []
+    for i, arm in enumerate(record.arms):
+        differs = _differences(wanted, {"drafter": arm["drafter"], "draft_kv": arm["draft_kv"]})
+        if len(differs) == 1 and differs[0].startswith("draft_kv.budget"):
+            budgets.append((int(arm["draft_kv"]["budget"]), i))
+    below = [pair for pair in budgets if pair[0] < policy.draft_kv.budget]
+    above = [pair for pair in budgets if pair[0] > policy.draft_kv.budget]
+    return (max(below)[1], min(above)[1]) if below and above else None
+
+
+def _differences(wanted: dict[str, Any], found: dict[str, Any]) -> list[str]:
+    """Dotted settings of `wanted` that `found` does not share, with the wanted value."""
+    return [
+        f"{group}.{name} {value}"
+        for group, settings in wanted.items()
+        for name, value in settings.items()
+        if found[group].get(name) != value
+    ]
