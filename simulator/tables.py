@@ -1,0 +1,98 @@
+"""Tables for people. Lossless and lossy policies carry their label in every table."""
+
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+from specdial.simulator.inversion import Inversion
+from specdial.simulator.outcome import Outcome
+
+
+def print_outcomes(outcomes: Sequence[Outcome], title: str) -> None:
+    """One row a policy; refused ones say why below."""
+    table = Table(title=title, title_justify="left")
+    table.add_column("policy", overflow="fold")
+    for name in ("lossless", "level"):
+        table.add_column(name)
+    for name in ("speedup", "95 %", "tok/round", "alpha", "gamma", "k", "budget", "us/token", "KV MB/token"):
+        table.add_column(name, justify="right")
+    for o in outcomes:
+        interval = f"{o.low:.2f}-{o.high:.2f}" if o.low is not None and o.high is not None else "-"
+        bytes_text = number(None if o.kv_bytes_per_token is None else o.kv_bytes_per_token / 1e6, 1)
+        table.add_row(
+            o.policy.name,
+            "yes" if o.lossless else "NO",
+            o.level + ("*" if o.extrapolated_frac else ""),
+            number(o.speedup, 3),
+            interval,
+            number(o.tokens_per_round, 2),
+            number(o.alpha, 3),
+            number(o.gamma, 3),
+            number(o.k, 2),
+            str(o.budget) if o.budget else "-",
+            number(o.us_per_token, 0),
+            bytes_text,
+        )
+    console = wide_console()
+    console.print(table)
+    for o in outcomes:
+        if o.breakdown and len(outcomes) <= 8:
+            console.print(f"{o.policy.name}: {breakdown_text(o)}", highlight=False)
+        if o.reason:
+            console.print(f"{o.policy.name}: {o.level}: {o.reason}", highlight=False)
+        if o.extrapolated_frac:
+            console.print(f"* {o.policy.name}: {o.extrapolated_frac:.0%} of its time is extrapolated", highlight=False)
+
+
+def print_inversion(rows: Sequence[Inversion]) -> None:
+    """Speedup and acceptance against fixed k, one block an arm."""
+    table = Table(title="efficiency inversion: fixed k per arm", title_justify="left")
+    for name in (
+        "budget",
+        "k",
+        "speedup",
+        "accepted",
+        "alpha",
+        "tail",
+        "gamma",
+        "breaks even at alpha",
+        "or gamma",
+        "",
+    ):
+        table.add_column(name, justify="right")
+    for i, r in enumerate(rows):
+        marks = ["best"] if r.best else []
+        marks += ["inverted"] if r.inverted else []
+        table.add_row(
+            str(r.budget),
+            str(r.k),
+            number(r.speedup, 3),
+            number(r.accepted, 2),
+            number(r.alpha, 3),
+            number(r.tail, 3),
+            number(r.gamma, 3),
+            number(r.crossover_alpha, 3),
+            number(r.crossover_gamma, 3),
+            ", ".join(marks),
+            end_section=i + 1 < len(rows) and rows[i + 1].arm != r.arm,
+        )
+    wide_console().print(table)
+
+
+def wide_console() -> Console:
+    """A console wide enough for the tables; a narrower terminal wraps lines rather than numbers."""
+    return Console(width=max(Console().width, 118))
+
+
+def breakdown_text(outcome: Outcome) -> str:
+    """Shares of the time by term, the larger first."""
+    if not outcome.breakdown or not outcome.us_per_token:
+        return "-"
+    parts = sorted(outcome.breakdown.items(), key=lambda part: -part[1])
+    return " ".join(f"{term} {us / outcome.us_per_token:.0%}" for term, us in parts if us > 0.0)
+
+
+def number(value: float | None, digits: int) -> str:
+    """A number, or a dash where there is none."""
+    return "-" if value is None else f"{value:.{digits}f}"

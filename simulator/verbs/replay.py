@@ -1,0 +1,103 @@
+"""`replay`: what policies would have done on a trace, as a table, replay.json and the first policy's numbers."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from specdial.engine.trace.reader import read_trace
+from specdial.policies.artifact import claim_directory, digest_of, provenance, write_json_atomic
+from specdial.policies.errors import UserError
+from specdial.policies.fields import parse, setting, to_plain
+from specdial.policies.file import load_policy, policy_digest
+from specdial.policies.schema import Policy, policy_from_mapping
+from specdial.simulator.costs import CostModel
+from specdial.simulator.inversion import Inversion, inversion_table
+from specdial.simulator.lanes import Record, read_record
+from specdial.simulator.load import load_costs
+from specdial.simulator.outcome import Outcome
+from specdial.simulator.replay import replay
+from specdial.simulator.tables import print_inversion, print_outcomes
+
+SCHEMA = "specdial/replay/1"
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Settings of `replay`.
+
+    policies: policy mappings, or paths of policy files. costs: a cost table, None for the trace's own rounds.
+    split: documents to replay, None for all. bootstrap: resamples. inversion: also sweep fixed k for every arm.
+    """
+
+    trace: str
+    costs: str | None = None
+    policies: tuple[Any, ...] = ()
+    split: str | None = None
+    batch: int = setting(1, low=1)
+    bootstrap: int = setting(1000, low=0, high=100_000)
+    seed: int = setting(0, low=0)
+    inversion: bool = False
+    out: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Result:
+    """What one replay found."""
+
+    record: Record
+    costs: CostModel
+    outcomes: list[Outcome]
+    inversions: list[Inversion] = field(default_factory=list)
+
+
+def run(settings: dict[str, Any]) -> dict[str, Any]:
+    """Replay, print, write `out`/replay.json; returns the first policy's numbers (see Outcome.plain)."""
+    s = parse(Settings, settings)
+    policies = [resolve_policy(value, i) for i, value in enumerate(s.policies)]
+    if not policies and not s.inversion:
+        raise UserError("no policy to replay", "give policy=NAME or policy=FILE")
+    record = read_record(read_trace(s.trace))
+    costs = load_costs(s.costs, record.trace)
+    if s.out is not None:
+        claim_directory(Path(s.out), "replay", to_plain(s))
+    outcomes = replay(record, costs, policies, s.split, s.batch, bootstrap=s.bootstrap, seed=s.seed)
+    inversions = inversion_table(record, costs, s.split, s.batch) if s.inversion else []
+    result = _Result(record, costs, outcomes, inversions)
+    if outcomes:
+        print_outcomes(outcomes, title=f"replay of {record.trace.path.name}, split {s.split or 'all'}, batch {s.batch}")
+    if inversions:
+        print_inversion(inversions)
+    document = _document(s, result)
+    if s.out is not None:
+        write_json_atomic(Path(s.out) / "replay.json", document)
+    first: dict[str, Any] = document["outcomes"][0] if outcomes else {}
+    return {**first, "outcomes": document["outcomes"], "inversion": document["inversion"]}
+
+
+def resolve_policy(value: object, number: int = 0) -> Policy:
+    """A policy from a mapping or a policy file's path."""
+    if isinstance(value, str):
+        return load_policy(value)
+    if isinstance(value, dict):
+        plain = {k: v for k, v in value.items() if k not in ("schema", "lossless")}
+        return policy_from_mapping(plain)
+    raise UserError(f"policies[{number}] must be a mapping or a path, got {value!r}", "give a policy or its file")
+
+
+def _document(s: Settings, result: _Result) -> dict[str, Any]:
+    meta = result.record.trace.meta
+    return {
+        "schema": SCHEMA,
+        "trace_digest": digest_of(meta),
+        "model": meta["model"],
+        "hardware": result.costs.meta.get("hardware"),
+        "costs": result.costs.source,
+        "leave_one_out": result.costs.leave_one_out(),
+        "settings": to_plain(s),
+        "outcomes": [
+            {**outcome.plain(), "policy_digest": policy_digest(outcome.policy), "decisions": outcome.policy.decisions()}
+            for outcome in result.outcomes
+        ],
+        "inversion": [to_plain(inversion) for inversion in result.inversions],
+        "provenance": provenance(),
+    }
