@@ -1,0 +1,88 @@
+"""The KV cache of a batch. It owns all length arithmetic: what is committed, what may be overwritten, how much fits.
+
+Layout per layer [B, Hk, S, D], so that each head streams contiguously. Keys past `lengths` are scratch: a verification
+writes its block there, `commit` makes the accepted part count, and the next block overwrites the rest.
+"""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from specdial.engine.models.config import ModelConfig
+from specdial.policies.errors import UserError
+
+WIDTH_MULTIPLE = 64  # views are this much rounded up: sums over keys then run in one order whatever the block's length
+
+
+class KVCache:
+    """Keys and values of B sequences with ragged progress."""
+
+    def __init__(
+        self, config: ModelConfig, batch: int, capacity_tokens: int, *, device: torch.device | str, dtype: torch.dtype
+    ) -> None:
+        """Allocate room for `capacity_tokens` keys per sequence. Raises UserError when memory does not suffice."""
+        capacity = round_up(capacity_tokens, WIDTH_MULTIPLE)
+        shape = (config.layers, batch, config.kv_heads, capacity, config.head_dim)
+        try:
+            self.k = torch.zeros(shape, device=device, dtype=dtype)  # [L, B, Hk, S, D]
+            self.v = torch.zeros(shape, device=device, dtype=dtype)  # [L, B, Hk, S, D]
+        except (RuntimeError, torch.OutOfMemoryError):
+            needed = 2 * int(np.prod(shape)) * dtype.itemsize / 1e9
+            raise UserError(f"the KV cache needs {needed:.1f} GB", "lower context or batch") from None
+        self.lengths = torch.zeros(batch, dtype=torch.int64, device=device)  # [B] keys committed
+        self.host_lengths = np.zeros(batch, dtype=np.int64)  # [B] the same, known without asking the device
+
+    @property
+    def batch(self) -> int:
+        return self.k.shape[1]
+
+    @property
+    def capacity_tokens(self) -> int:
+        return self.k.shape[3]
+
+    def set_lengths(self, lengths: np.ndarray) -> None:
+        """Keep the first lengths[b] keys of each sequence; a smaller number rolls back. [B] integer."""
+        if (lengths < 0).any() or (lengths > self.capacity_tokens).any():
+            raise ValueError(f"lengths {lengths.tolist()} outside 0..{self.capacity_tokens}")
+        self.host_lengths = lengths.astype(np.int64)
+        self.lengths = torch.from_numpy(self.host_lengths.copy()).to(self.lengths.device)
+
+    def commit(self, rows: np.ndarray) -> None:
+        """Count the first rows[b] keys of the last written block as committed. [B] integer."""
+        self.set_lengths(self.host_lengths + rows)
+
+    def width(self, block_tokens: int) -> int:
+        """Keys to read so that every sequence sees its block of `block_tokens` rows, rounded up."""
+        longest = int(self.host_lengths.max()) + block_tokens
+        if longest > self.capacity_tokens:
+            raise ValueError(f"a block of {block_tokens} rows ends at {longest}, past capacity {self.capacity_tokens}")
+        return min(round_up(longest, WIDTH_MULTIPLE), self.capacity_tokens)
+
+    def write(self, layer: int, k: Tensor, v: Tensor) -> None:
+        """Put a block [B, T, Hk, D] behind the committed keys of each sequence."""
+        T = k.shape[1]
+        if (self.host_lengths == self.host_lengths[0]).all():
+            start = int(self.host_lengths[0])
+            self.k[layer, :, :, start : start + T] = k.transpose(1, 2)
+            self.v[layer, :, :, start : start + T] = v.transpose(1, 2)
+            return
+        rows = torch.arange(self.batch, device=k.device)[:, None]  # [B, 1]
+        positions = self.lengths[:, None] + torch.arange(T, device=k.device)  # [B, T]
+        self.k[layer].transpose(1, 2)[rows, positions] = k
+        self.v[layer].transpose(1, 2)[rows, positions] = v
+
+    def view(self, layer: int, width: int) -> tuple[Tensor, Tensor]:
+        """The first `width` keys and values of a layer, [B, Hk, width, D], without a copy."""
+        return self.k[layer, :, :, :width], self.v[layer, :, :, :width]
+
+    def gather(self, layer: int, indices: Tensor) -> tuple[Tensor, Tensor]:
+        """Copies of chosen keys and values: indices [N, Hk, C] give [N, Hk, C, D]. N is B, or any N when B is 1."""
+        k, v = self.k[layer], self.v[layer]
+        expanded = indices.to(torch.int64).unsqueeze(-1).expand(*indices.shape, k.shape[-1])  # [N, Hk, C, D]
+        shape = (indices.shape[0], *k.shape[1:])
+        return k.expand(shape).gather(2, expanded), v.expand(shape).gather(2, expanded)
+
+
+def round_up(value: int, multiple: int) -> int:
+    """The least multiple of `multiple` that is at least `value`."""
+    return -(-value // multiple) * multiple

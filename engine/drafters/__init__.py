@@ -1,0 +1,1 @@
+"""Drafters: what proposes tokens. Each takes the sequences as they stand and then one token after another."""

@@ -1,0 +1,159 @@
+"""What every engine verb starts from: a loaded model, the documents of a workload, and what to write about both.
+
+Leaves out Hydra: settings arrive as plain mappings.
+"""
+
+import os
+import platform
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from specdial.engine.sampling import Sampling
+from specdial.engine.sequences import Sequences
+from specdial.engine.weights import LoadedModel, load_model
+from specdial.engine.workloads import Document, WorkloadSpec, build, of_split
+from specdial.kernels import Backend
+from specdial.policies.errors import UserError
+from specdial.policies.fields import setting
+from specdial.policies.schema import Policy
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSettings:
+    """Which model, where and how. source: see `load_model`; name: what outputs call it."""
+
+    source: str
+    name: str = ""
+    shape: str | None = None
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    seed: int = setting(0, low=0)
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A model and the documents it will decode."""
+
+    model: LoadedModel
+    name: str
+    spec: WorkloadSpec
+    documents: list[Document]
+
+    @property
+    def stop_ids(self) -> frozenset[int]:
+        """Tokens that end a document: none when the workload ignores the end mark."""
+        return frozenset() if self.spec.ignore_eos else frozenset(self.model.tokenizer.eos_ids)
+
+    @property
+    def backend(self) -> Backend:
+        """Which implementation of every kernel this job runs: chosen once, here, by the device."""
+        return "reference"
+
+    def sequences(self, documents: list[Document], policies: list[Policy], window: int | None = None) -> Sequences:
+        """Prefilled sequences with room for every policy's drafts. Raises UserError past the model's context."""
+        k_max = max(p.k_max for p in policies)
+        longest = max(len(d.prompt_ids) + d.new_tokens for d in documents)
+        check_context(longest, self.model)
+        if window is None:
+            window = history_window(policies)
+        s = Sequences(self.model.decoder, longest + k_max + 1, len(documents), window=window, backend=self.backend)
+        s.prefill([d.prompt_ids for d in documents], [d.new_tokens for d in documents], self.stop_ids)
+        return s
+
+
+def load_job(model: ModelSettings, workload: Mapping[str, Any], split: str = "all") -> Job:
+    """Load the model and build the documents of one split (or all). Raises UserError on anything unusable."""
+    loaded = load_model(model.source, device=model.device, dtype=model.dtype, seed=model.seed)
+    spec = WorkloadSpec.from_mapping(workload)
+    check_context(spec.context_tokens + spec.new_tokens, loaded)
+    documents = of_split(build(spec, loaded.tokenizer), split)
+    return Job(loaded, model.name or loaded.config.name, spec, documents)
+
+
+def check_context(tokens: int, model: LoadedModel) -> None:
+    """Raise UserError when a sequence would be longer than the model allows."""
+    limit = model.config.max_context_tokens
+    if tokens > limit:
+        raise UserError(
+            f"context and new tokens come to {tokens} tokens, {model.config.name} holds {limit}",
+            f"lower context or new_tokens to at most {limit} together",
+        )
+
+
+def history_window(policies: list[Policy]) -> int:
+    """Attention rows that the drafting variants of these policies score by; 0 when none drafts."""
+    windows = {v.draft_kv.window for p in policies if p.k_max > 0 for v in p.variants()}
+    if len(windows) > 1:
+        raise UserError(f"policies with different draft_kv.window {sorted(windows)}", "run them separately")
+    return windows.pop() if windows else 0
+
+
+def describe(job: Job, sampling: Sampling) -> dict[str, Any]:
+    """The model, workload, documents and sampling of a job, as meta.json carries them."""
+    c, decoder = job.model.config, job.model.decoder
+    return {
+        "model": {
+            "name": job.name,
+            "digest": job.model.digest,
+            "origin": job.model.origin,
+            "random": job.model.random,
+            "architecture": c.architecture,
+            "layers": c.layers,
+            "kv_heads": c.kv_heads,
+            "vocab": c.vocab,
+            "max_context_tokens": c.max_context_tokens,
+            "dtype": str(decoder.dtype).removeprefix("torch."),
+            "weight_bytes": decoder.weight_bytes,
+            "kv_bytes_per_token": 2 * c.layers * c.kv_heads * c.head_dim * decoder.dtype.itemsize,
+        },
+        "tokenizer_digest": job.model.tokenizer.digest,
+        "workload": {name: getattr(job.spec, name) for name in type(job.spec).__slots__},
+        "documents": [
+            {
+                "doc": d.index,
+                "name": d.name,
+                "split": d.split,
+                "prompt_tokens": len(d.prompt_ids),
+                "new_tokens": d.new_tokens,
+            }
+            for d in job.documents
+        ],
+        "sampling": {name: getattr(sampling, name) for name in Sampling.__slots__},
+        "graph_mode": "none",
+    }
+
+
+def hardware(device: torch.device | str) -> dict[str, Any]:
+    """What the numbers were measured on."""
+    if torch.device(device).type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        return {
+            "device": "cuda",
+            "name": properties.name,
+            "memory_bytes": properties.total_memory,
+            "cuda": torch.version.cuda,
+            "driver": _driver(),
+        }
+    return {"device": "cpu", "name": _cpu_name(), "threads": torch.get_num_threads(), "cores": os.cpu_count()}
+
+
+def _cpu_name() -> str:
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            for line in file:
+                if line.startswith("model name"):
+                    return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def _driver() -> str:
+    try:
+        with open("/proc/driver/nvidia/version", encoding="utf-8") as file:
+            return file.readline().strip()
+    except OSError:
+        return "unknown"

@@ -1,0 +1,127 @@
+"""specdial record: decode a workload under one policy and leave a trace.
+
+With `dense`, every position of the output is drafted under several arms too, so that any controller can be replayed.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from specdial.engine.dense import dense_table, record_dense
+from specdial.engine.job import Job, ModelSettings, describe, hardware, load_job
+from specdial.engine.loop import Decoding
+from specdial.engine.progress import progress
+from specdial.engine.recorder import Recorder
+from specdial.engine.sampling import Sampling
+from specdial.engine.trace.writer import TraceWriter
+from specdial.policies.artifact import claim_directory, provenance
+from specdial.policies.errors import UserError
+from specdial.policies.fields import parse, setting, to_plain
+from specdial.policies.file import policy_digest
+from specdial.policies.schema import DraftKV, Policy, policy_from_mapping
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Settings of `record`. budgets: the arms' budgets beside the policy's own; k_max: drafts per position and arm."""
+
+    model: ModelSettings
+    workload: dict[str, Any]
+    policy: dict[str, Any]
+    out: str
+    split: str = "all"
+    batch: int = setting(1, low=1, high=1024)
+    dense: bool = False
+    budgets: tuple[int, ...] = setting((), low=1)
+    k_max: int = setting(8, low=1, high=64)
+    sampling: Sampling = field(default_factory=Sampling)
+
+
+def run(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Record a trace into `out`, or resume one. Returns the number of documents, rounds and tokens in it."""
+    s = parse(Settings, settings)
+    policy = policy_from_mapping(s.policy, "policy")
+    arms = _arms(s, policy)
+    job = load_job(s.model, s.workload, s.split)
+    out = Path(s.out)
+    claim_directory(out, "record", to_plain(s))
+    writer = TraceWriter(
+        out,
+        {
+            **describe(job, s.sampling),
+            "hardware": hardware(job.model.decoder.device),
+            "policy": policy.decisions(),
+            "policy_digest": policy_digest(policy),
+            "arms": [
+                {"arm": i, "drafter": {"kind": "sparse_self"}, "draft_kv": to_plain(a)} for i, a in enumerate(arms)
+            ],
+            "k_max": s.k_max if s.dense else policy.k_max,
+            "dense": s.dense,
+            "batch": s.batch,
+            "config": to_plain(s),
+            "provenance": provenance(),
+        },
+    )
+    finished = writer.finished()
+    widest = policy_from_mapping({"controller": {"kind": "fixed", "k": s.k_max}, "draft_kv": to_plain(policy.draft_kv)})
+    groups = [job.documents[i : i + s.batch] for i in range(0, len(job.documents), s.batch)]
+    totals = {"documents": 0, "rounds": 0, "tokens": 0}
+    with progress("record", len(job.documents)) as bar:
+        for group in groups:
+            if all(d.index in finished for d in group):
+                bar.advance(len(group))
+                continue
+            sequences = job.sequences(group, [policy, widest] if s.dense else [policy])
+            recorder = Recorder(group)
+            for round_ in Decoding(sequences, policy, s.sampling, [d.index for d in group]).rounds():
+                recorder.add(round_)
+            for b, document in enumerate(group):
+                tables: dict[str, Any] = recorder.tables(b, sequences.tokens[b])
+                if s.dense:
+                    tables["drafts"] = dense_table(document.index, record_dense(sequences, b, arms, s.k_max))
+                writer.write(document.index, tables)
+                totals["documents"] += 1
+                totals["rounds"] += len(tables["rounds"]["doc"])
+                totals["tokens"] += len(tables["outputs"]["position"])
+                bar.advance(1)
+    _print(out, job, policy, totals, len(finished))
+    return {"out": str(out), "resumed_documents": len(finished), **totals}
+
+
+def _arms(s: Settings, policy: Policy) -> list[DraftKV]:
+    """The policy's own selection first, then one arm per other budget."""
+    if not s.dense:
+        return [policy.draft_kv]
+    if not s.sampling.greedy:
+        raise UserError("dense=true needs greedy decoding", "set sampling.temperature=0 or dense=false")
+    if s.batch != 1:
+        raise UserError(f"dense=true records one document at a time, batch is {s.batch}", "set batch=1")
+    if not policy.lossless:
+        raise UserError("dense=true needs a lossless policy", "verify every round in full")
+    if policy.k_max > s.k_max:
+        raise UserError(f"the policy drafts up to {policy.k_max} tokens, k_max is {s.k_max}", "raise k_max")
+    arms = [policy.draft_kv]
+    arms += [replace(policy.draft_kv, budget=b) for b in dict.fromkeys(s.budgets) if b != policy.draft_kv.budget]
+    for arm in arms:
+        arm.check("budgets")
+    return arms
+
+
+def _print(out: Path, job: Job, policy: Policy, totals: dict[str, int], resumed: int) -> None:
+    table = Table(title=f"recorded {out}", title_justify="left")
+    for column in ("model", "workload", "lossless", "documents", "rounds", "tokens", "tokens/round"):
+        table.add_column(column, justify="left" if column in ("model", "workload") else "right")
+    table.add_row(
+        job.name + (" (random weights)" if job.model.random else ""),
+        job.spec.kind,
+        "yes" if policy.lossless else "no",
+        f"{totals['documents']} (+{resumed} resumed)" if resumed else str(totals["documents"]),
+        str(totals["rounds"]),
+        str(totals["tokens"]),
+        f"{totals['tokens'] / totals['rounds']:.2f}" if totals["rounds"] else "-",
+    )
+    Console().print(table)
