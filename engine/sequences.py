@@ -101,6 +101,31 @@ class Sequences:
         if self.ring is not None and self._prompt_ring is not None:
             self.ring.copy_(self._prompt_ring)
 
+    def repeated(self, batch: int) -> "Sequences":
+        """`batch` copies of a batch of one, each with keys of its own in memory: for measuring cost."""
+        copy = Sequences(
+            self.decoder,
+            self.cache.capacity_tokens - ROW_MULTIPLE,
+            batch,
+            window=self.window,
+            backend=self.backend,
+        )
+        copy.tokens = [list(self.tokens[0]) for _ in range(batch)]
+        copy.prompt_tokens = np.repeat(self.prompt_tokens, batch)
+        copy.cache.k.copy_(self.cache.k)
+        copy.cache.v.copy_(self.cache.v)
+        if self.ring is not None and copy.ring is not None:
+            copy.ring.copy_(self.ring)
+        return copy
+
+    def hold(self, tokens: list[int], *, limit: int) -> None:
+        """Put every sequence at these tokens, a beginning of what is cached, with `limit` new tokens allowed."""
+        self.tokens = [list(tokens) for _ in range(self.batch)]
+        self.prompt_tokens = self.committed
+        self.limits = np.full(self.batch, limit, dtype=np.int64)
+        self.done = np.zeros(self.batch, dtype=np.bool_)
+        self.cache.set_lengths(self.prompt_tokens - 1)
+
     def forward_block(self, tokens: Tensor, *, padded: bool, mass: bool) -> Block:
         """Full attention over everything cached for a block of tokens [B, T], written behind the committed keys.
 

@@ -1,0 +1,126 @@
+"""The command line: specdial VERB [hydra overrides]. It composes settings and hands them to the verb.
+
+No work is done here.
+
+Exit codes: 0 done, 1 a fault of the program, 2 a mistake in the input, told in one line.
+"""
+
+import os
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import hydra
+from hydra.errors import HydraException
+from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
+
+from specdial.conf.schema import plain_settings, with_model, with_policies
+from specdial.policies.errors import UserError
+
+Settings = dict[str, Any]
+
+
+def _model_and_policy(settings: Settings) -> Settings:
+    return with_policies(with_model(_no_context(settings)), many=False)
+
+
+def _model_and_policies(settings: Settings) -> Settings:
+    return with_policies(with_model(_no_context(settings)), many=True)
+
+
+def _model(settings: Settings) -> Settings:
+    return with_model(_no_context(settings))
+
+
+def _policies(settings: Settings) -> Settings:
+    return with_policies(settings, many=True)
+
+
+def _policy(settings: Settings) -> Settings:
+    return with_policies(settings, many=False)
+
+
+def _as_is(settings: Settings) -> Settings:
+    return settings
+
+
+def _no_context(settings: Settings) -> Settings:
+    """`context` is a shorthand that workload.context_tokens already took over."""
+    settings.pop("context", None)
+    return settings
+
+
+# verb: (module with run(settings), what turns a composed config into its settings, one line of help)
+VERBS: dict[str, tuple[str, Callable[[Settings], Settings], str]] = {
+    "record": ("specdial.engine.verbs.record", _model_and_policy, "decode a workload, record its rounds"),
+    "calibrate": ("specdial.engine.verbs.calibrate", _model, "measure what each operation costs"),
+    "replay": ("specdial.simulator.verbs.replay", _policies, "simulate policies on a trace"),
+    "tune": ("specdial.simulator.verbs.tune", _as_is, "search policies on a trace"),
+    "run": ("specdial.engine.verbs.run", _model_and_policy, "decode a prompt with a policy"),
+    "validate": (
+        "specdial.engine.verbs.validate",
+        _model_and_policies,
+        "predicted against measured, held-out documents",
+    ),
+    "export": ("specdial.policies.export", _policy, "write a policy file"),
+    "demo": ("specdial.conf.demo", _model, "all of it, small, on a real model"),
+}
+
+
+def main() -> None:
+    """Entry point of the `specdial` command."""
+    arguments = sys.argv[1:]
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(usage())
+        return
+    verb = arguments[0]
+    if verb not in VERBS:
+        fail(f"unknown verb {verb!r}; use one of {', '.join(VERBS)}")
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises, and one line can be made of it below
+    sys.argv = [f"specdial {verb}", *(part for argument in arguments[1:] for part in rewrite(argument))]
+    try:
+        hydra.main(version_base="1.3", config_path="pkg://specdial.conf", config_name=verb)(task(verb))()
+    except UserError as error:
+        fail(str(error))
+    except (HydraException, OmegaConfBaseException) as error:
+        fail(" ".join(str(error).split()) + f"; see specdial {verb} --help")
+    except KeyboardInterrupt:
+        print("interrupted; finished parts are on disk", file=sys.stderr)
+        sys.exit(130)
+
+
+def task(verb: str) -> Callable[[DictConfig], Any]:
+    """The function that Hydra calls with the composed config; its value goes back to sweepers."""
+    module, prepare, _ = VERBS[verb]
+
+    def run(cfg: DictConfig) -> Any:
+        try:
+            return import_module(module).run(prepare(plain_settings(cfg)))
+        except UserError as error:
+            fail(str(error))
+
+    return run
+
+
+def rewrite(argument: str) -> list[str]:
+    """Let `model=` take a path or a hub id: model=DIR becomes model=path model.source=DIR."""
+    value = argument.removeprefix("model=")
+    if value != argument and ("/" in value or value.endswith(".gguf") or Path(value).is_dir()):
+        return ["model=path", f"model.source={value}"]
+    return [argument]
+
+
+def usage() -> str:
+    """What `specdial` prints without a verb."""
+    width = max(map(len, VERBS))
+    lines = [f"  {verb:<{width}}  {line}" for verb, (_, _, line) in VERBS.items()]
+    return "\n".join(["usage: specdial VERB [setting=value ...] [-m] [--help] [--cfg job]", "", *lines])
+
+
+def fail(message: str) -> None:
+    """One line on standard error, exit code 2."""
+    print(f"specdial: {message}", file=sys.stderr)
+    sys.exit(2)

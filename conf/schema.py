@@ -1,0 +1,88 @@
+"""From a composed Hydra config to the plain settings of a verb.
+
+Policies are resolved here: a built-in name, a file, or a directory of files, with the parts that the command line
+overrides merged in. (No conf group: Hydra could then not take a path.) Everything else is passed on as it stands; the
+verb's own Settings check it.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from specdial import policies
+from specdial.policies.errors import UserError
+from specdial.policies.fields import to_plain
+from specdial.policies.file import load_policy
+from specdial.policies.schema import Policy
+
+BUILTIN = Path(policies.__file__).parent / "builtin"
+PARTS = ("drafter", "controller", "draft_kv")
+
+
+def plain_settings(cfg: DictConfig) -> dict[str, Any]:
+    """The config as plain data, without Hydra's own node. Raises UserError naming a value that was not given."""
+    container = OmegaConf.to_container(cfg, resolve=False)
+    missing = sorted(OmegaConf.missing_keys(cfg))
+    if missing:
+        raise UserError(f"{missing[0]} is missing", f"add {missing[0]}=VALUE")
+    container = OmegaConf.to_container(cfg, resolve=True)
+    if not isinstance(container, dict):
+        raise UserError("the config is not a mapping", "write key: value pairs")
+    return {str(key): value for key, value in container.items()}
+
+
+def with_model(settings: dict[str, Any]) -> dict[str, Any]:
+    """Move the hardware group into the model's settings."""
+    hardware = settings.pop("hardware")
+    settings["model"] = {**settings["model"], **hardware}
+    return settings
+
+
+def with_policies(settings: dict[str, Any], *, many: bool) -> dict[str, Any]:
+    """Replace policy, drafter, controller and draft_kv by `policies` (many) or one `policy` mapping."""
+    overrides = {part: settings.pop(part) for part in PARTS}
+    found = [_merge(policy, overrides) for policy in find_policies(settings.pop("policy"))]
+    if many:
+        return {**settings, "policies": found}
+    if len(found) != 1:
+        raise UserError(f"{len(found)} policies given where one is needed", "name one policy file")
+    return {**settings, "policy": found[0]}
+
+
+def find_policies(where: object) -> list[Policy]:
+    """The policies that a command line's `policy=` names. Raises UserError when there is none."""
+    if not isinstance(where, str):
+        raise UserError(f"policy is {where!r}", "give policy=NAME, policy=FILE or policy=DIRECTORY")
+    path = Path(where)
+    if path.is_dir():
+        files = sorted(path.glob("*.yaml"))
+        if not files:
+            raise UserError(f"no policy file (*.yaml) in {where}", "give a policy file or another directory")
+        return [load_policy(file) for file in files]
+    named = BUILTIN / f"{where}.yaml"
+    if not path.exists() and "/" not in where and named.exists():
+        return [load_policy(named)]
+    if not path.exists():
+        names = ", ".join(sorted(p.stem for p in BUILTIN.glob("*.yaml")))
+        raise UserError(f"no policy {where!r}", f"give a policy file, a directory, or one of {names}")
+    return [load_policy(path)]
+
+
+def _merge(policy: Policy, overrides: dict[str, Any]) -> dict[str, Any]:
+    """The policy's mapping with overridden parts; a changed policy loses what was expected and measured of the old."""
+    plain: dict[str, Any] = to_plain(policy)
+    changed = False
+    for part, value in overrides.items():
+        given = {k: v for k, v in (value or {}).items() if v is not None}
+        if not given:
+            continue
+        same_kind = "kind" not in given or given["kind"] == plain[part].get("kind")
+        merged = {**plain[part], **given} if same_kind and part != "controller" else given
+        changed |= merged != plain[part]
+        plain[part] = merged
+    if changed:
+        if plain["drafter"]["kind"] == "none" and plain["controller"]["kind"] != "none":
+            plain["drafter"] = {"kind": "sparse_self"}
+        plain |= {"expected": None, "measured": None, "provenance": None, "name": f"{policy.name}-changed"}
+    return plain

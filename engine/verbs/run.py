@@ -1,0 +1,118 @@
+"""specdial run: decode one prompt with a policy file, or plainly, and stream the text."""
+
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from specdial.engine.job import ModelSettings, check_context, history_window
+from specdial.engine.loop import Decoding, Round
+from specdial.engine.sampling import Sampling
+from specdial.engine.sequences import Sequences
+from specdial.engine.weights import load_model
+from specdial.policies.artifact import write_json_atomic
+from specdial.policies.errors import UserError
+from specdial.policies.fields import parse, setting
+from specdial.policies.file import policy_digest
+from specdial.policies.schema import Policy, policy_from_mapping
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Settings of `run`. prompt: the text, or @FILE. chat: put the prompt into the model's chat template."""
+
+    model: ModelSettings
+    policy: dict[str, Any]
+    prompt: str
+    chat: bool = False
+    new_tokens: int = setting(128, low=1)
+    ignore_eos: bool = False
+    sampling: Sampling = field(default_factory=Sampling)
+    out: str | None = None
+
+
+def run(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Decode and stream to standard output; metrics go to standard error and, with `out`, to a JSON file."""
+    s = parse(Settings, settings)
+    policy = policy_from_mapping(s.policy, "policy")
+    text = _prompt(s.prompt)
+    model = load_model(s.model.source, device=s.model.device, dtype=s.model.dtype, seed=s.model.seed)
+    tokenizer = model.tokenizer
+    ids = tokenizer.chat([{"role": "user", "content": text}]) if s.chat else tokenizer.encode(text)
+    if not ids:
+        raise UserError("the prompt is empty", "give prompt=TEXT or prompt=@FILE")
+    check_context(len(ids) + s.new_tokens, model)
+    sequences = Sequences(
+        model.decoder,
+        len(ids) + s.new_tokens + policy.k_max + 1,
+        1,
+        window=history_window([policy]),
+        backend="reference",
+    )
+    started_s = time.perf_counter()
+    sequences.prefill([ids], [s.new_tokens], frozenset() if s.ignore_eos else frozenset(tokenizer.eos_ids))
+    prefilled_s = time.perf_counter()
+    rounds: list[Round] = []
+    shown = ""
+    for round_ in Decoding(sequences, policy, s.sampling, [0]).rounds():
+        rounds.append(round_)
+        whole = tokenizer.decode(sequences.tokens[0][len(ids) :])
+        stable = whole.rstrip("\ufffd")  # an unfinished character is held back
+        if stable.startswith(shown):
+            sys.stdout.write(stable[len(shown) :])
+            sys.stdout.flush()
+            shown = stable
+    sys.stdout.write("\n")
+    metrics = _metrics(rounds, policy, prefilled_s - started_s, time.perf_counter() - prefilled_s)
+    metrics |= {"prompt_tokens": len(ids), "model": s.model.name or model.config.name, "random_weights": model.random}
+    print(_line(metrics), file=sys.stderr)
+    if s.out is not None:
+        write_json_atomic(Path(s.out), {"schema": "specdial/metrics/1", **metrics, "text": shown})
+    return metrics
+
+
+def _prompt(prompt: str) -> str:
+    if not prompt.startswith("@"):
+        text = prompt
+    else:
+        try:
+            text = Path(prompt[1:]).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(
+                f"cannot read the prompt {prompt[1:]}: {error}", "give prompt=@FILE of UTF-8 text"
+            ) from None
+    if not text.strip():
+        raise UserError("the prompt is empty", "give prompt=TEXT or prompt=@FILE")
+    return text
+
+
+def _metrics(rounds: list[Round], policy: Policy, prefill_s: float, decode_s: float) -> dict[str, Any]:
+    drafted = int(np.sum([r.k[0] for r in rounds]))
+    accepted = int(np.sum([r.accepted[0] for r in rounds]))
+    tokens = sum(len(r.emitted[0]) for r in rounds)
+    return {
+        "policy": policy.name,
+        "policy_digest": policy_digest(policy),
+        "lossless": policy.lossless,
+        "new_tokens": tokens,
+        "rounds": len(rounds),
+        "tokens_per_round": tokens / len(rounds),
+        "alpha": accepted / drafted if drafted else None,
+        "tokens_per_s": tokens / decode_s,
+        "prefill_s": prefill_s,
+        "decode_s": decode_s,
+    }
+
+
+def _line(m: dict[str, Any]) -> str:
+    alpha = f", alpha {m['alpha']:.2f}" if m["alpha"] is not None else ""
+    random = " (random weights)" if m["random_weights"] else ""
+    return (
+        f"{m['model']}{random}, policy {m['policy']} ({'lossless' if m['lossless'] else 'lossy'}): "
+        f"{m['new_tokens']} tokens in {m['rounds']} rounds, {m['tokens_per_round']:.2f} tokens/round{alpha}, "
+        f"{m['tokens_per_s']:.1f} tokens/s after {m['prefill_s']:.1f} s of prefill over {m['prompt_tokens']} tokens"
+    )

@@ -1,0 +1,248 @@
+"""specdial validate: what predicted policies do on the clock, on documents they were not tuned on.
+
+Protocol, fixed before any number is seen: every document is prefilled once; all policies and plain decode run from that
+state in every repeat, their order rotated; the first repeat warms up and is discarded; a policy's time on a document is
+the median of its repeats; speedup is the ratio of sums over documents, plain over policy. Its interval comes from
+resampling documents. Greedy lossless outputs are compared with the plain output token by token.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+from scipy.stats import spearmanr
+
+from specdial.engine.job import Job, ModelSettings, describe, hardware, load_job
+from specdial.engine.loop import Decoding, Round
+from specdial.engine.progress import progress
+from specdial.engine.sampling import Sampling
+from specdial.policies.artifact import claim_directory, provenance, write_json_atomic
+from specdial.policies.errors import UserError
+from specdial.policies.fields import parse, setting, to_plain
+from specdial.policies.file import policy_digest, save_policy
+from specdial.policies.schema import Policy, policy_from_mapping
+
+SCHEMA = "specdial/validation/1"
+PLAIN = policy_from_mapping({"name": "plain", "drafter": {"kind": "none"}, "controller": {"kind": "none"}})
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Settings of `validate`. policies: policy mappings, with their `expected` blocks. split: documents to use."""
+
+    model: ModelSettings
+    workload: dict[str, Any]
+    policies: tuple[dict, ...]  # type: ignore[type-arg]
+    out: str
+    split: str = "test"
+    batch: int = setting(1, low=1, high=1024)
+    repeats: int = setting(3, low=1, high=100)
+    bootstrap: int = setting(1000, low=0)
+    seed: int = setting(0, low=0)
+    sampling: Sampling = field(default_factory=Sampling)
+
+
+@dataclass
+class Measured:
+    """What one policy did. times_us: [documents][repeats]; the rest sums over documents, of the last repeat."""
+
+    policy: Policy
+    times_us: list[list[float]] = field(default_factory=list)
+    tokens: int = 0
+    rounds: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    differing: int = 0  # sequences whose greedy output is not the plain one
+
+    def document_us(self) -> np.ndarray:
+        """Median time of each document group, [D]."""
+        return np.array([np.median(t) for t in self.times_us])
+
+
+def run(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Measure, compare with the predictions, write validation.json and policies with `measured` filled in."""
+    s = parse(Settings, settings)
+    policies = [policy_from_mapping(p, f"policies[{i}]") for i, p in enumerate(s.policies)]
+    if not policies:
+        raise UserError("no policy to validate", "give policy=FILE or a directory of policy files")
+    job = load_job(s.model, s.workload, s.split)
+    for policy in policies:
+        _check_model(policy, job)
+    out = Path(s.out)
+    claim_directory(out, "validate", to_plain(s))
+    results = _measure(job, [PLAIN, *[p for p in policies if p.k_max > 0]], s)
+    by_digest = {policy_digest(r.policy): r for r in results}
+    plain = results[0]
+    rows = [_row(p, by_digest.get(policy_digest(p), plain) if p.k_max else plain, plain, s) for p in policies]
+    content = {
+        "schema": SCHEMA,
+        **describe(job, s.sampling),
+        "hardware": hardware(job.model.decoder.device),
+        "split": s.split,
+        "batch": s.batch,
+        "repeats": s.repeats,
+        "plain_us_per_token": float(plain.document_us().sum() / plain.tokens),
+        "policies": rows,
+        **_ranking(rows),
+        "config": to_plain(s),
+        "provenance": provenance(),
+    }
+    write_json_atomic(out / "validation.json", content)
+    for policy, row in zip(policies, rows):
+        measured = {**row["measured"], "split": s.split, "hardware": content["hardware"]}
+        save_policy(replace(policy, measured=measured), out / "policies" / f"{policy.name}.yaml")
+    _print(out, job, rows, content)
+    return {
+        "out": str(out),
+        "policies": rows,
+        "regret": content["regret"],
+        "rank_correlation": content["rank_correlation"],
+    }
+
+
+def _measure(job: Job, policies: list[Policy], s: Settings) -> list[Measured]:
+    results = [Measured(p) for p in policies]
+    groups = [job.documents[i : i + s.batch] for i in range(0, len(job.documents), s.batch)]
+    with progress("validate", len(groups) * (s.repeats + 1) * len(policies)) as bar:
+        for group in groups:
+            sequences = job.sequences(group, policies)
+            numbers = [d.index for d in group]
+            reference: list[list[int]] | None = None
+            for result in results:
+                result.times_us.append([])
+            for repeat in range(s.repeats + 1):
+                for step in range(len(results)):
+                    # plain is first in the warm-up, so the reference output exists when the others need it
+                    result = results[(step + repeat) % len(results)]
+                    sequences.rewind()
+                    rounds = list(Decoding(sequences, result.policy, s.sampling, numbers).rounds())
+                    if repeat == 0 and result is results[0]:
+                        reference = [list(t) for t in sequences.tokens]
+                    if repeat:
+                        result.times_us[-1].append(sum(_round_us(r) for r in rounds))
+                    if repeat == s.repeats:
+                        _count(result, rounds, sequences.tokens, reference, s.sampling)
+                    bar.advance(1, result.policy.name)
+    return results
+
+
+def _round_us(r: Round) -> float:
+    return r.draft_us + r.verify_us + r.select_us + r.host_us
+
+
+def _count(
+    result: Measured,
+    rounds: list[Round],
+    tokens: list[list[int]],
+    reference: list[list[int]] | None,
+    sampling: Sampling,
+) -> None:
+    result.rounds += sum(int(r.active.sum()) for r in rounds)
+    result.tokens += sum(len(e) for r in rounds for e in r.emitted)
+    result.drafted += sum(int(r.k.sum()) for r in rounds)
+    result.accepted += sum(int(r.accepted.sum()) for r in rounds)
+    if sampling.greedy and reference is not None:
+        result.differing += sum(a != b for a, b in zip(tokens, reference))
+
+
+def _row(policy: Policy, result: Measured, plain: Measured, s: Settings) -> dict[str, Any]:
+    ours, theirs = result.document_us(), plain.document_us()
+    speedup = float(theirs.sum() / ours.sum() * result.tokens / plain.tokens)
+    low, high = _interval(ours, theirs, s) if result is not plain else (1.0, 1.0)
+    expected = policy.expected or {}
+    predicted = expected.get("speedup")
+    return {
+        "name": policy.name,
+        "policy_digest": policy_digest(policy),
+        "lossless": policy.lossless,
+        "controller": policy.controller.kind,
+        "k_max": policy.k_max,
+        "budget": policy.draft_kv.budget if policy.k_max else None,
+        "predicted": {k: expected[k] for k in ("speedup", "low", "high", "level", "tokens_per_round") if k in expected},
+        "measured": {
+            "speedup": speedup,
+            "low": low,
+            "high": high,
+            "us_per_token": float(ours.sum() / result.tokens),
+            "tokens": result.tokens,
+            "tokens_per_round": result.tokens / result.rounds,
+            "alpha": result.accepted / result.drafted if result.drafted else None,
+            "k": result.drafted / result.rounds,
+            "documents_differing_from_plain": result.differing,
+            "repeat_spread_frac": float(
+                max((max(t) - min(t)) / np.median(t) for t in result.times_us) if s.repeats > 1 else 0.0
+            ),
+        },
+        "error_frac": None if predicted is None else float(predicted / speedup - 1.0),
+    }
+
+
+def _interval(ours: np.ndarray, theirs: np.ndarray, s: Settings) -> tuple[float, float]:
+    """95 % bootstrap interval over documents of the ratio of sums."""
+    random = np.random.default_rng(s.seed)
+    draws = random.integers(0, len(ours), (max(s.bootstrap, 1), len(ours)))
+    ratios = theirs[draws].sum(axis=1) / ours[draws].sum(axis=1)
+    return float(np.percentile(ratios, 2.5)), float(np.percentile(ratios, 97.5))
+
+
+def _ranking(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Rank correlation of predicted and measured, and regret: how much slower the best-predicted policy really is."""
+    known = [r for r in rows if r["predicted"].get("speedup") is not None]
+    if len(known) < 2:
+        return {"rank_correlation": None, "regret": None, "median_error_frac": None, "worst_error_frac": None}
+    predicted = np.array([r["predicted"]["speedup"] for r in known])
+    measured = np.array([r["measured"]["speedup"] for r in known])
+    errors = np.abs(predicted / measured - 1.0)
+    distinct = len(set(predicted)) > 1 and len(set(measured)) > 1
+    return {
+        "rank_correlation": float(spearmanr(predicted, measured).statistic) if distinct else None,
+        "regret": float(1.0 - measured[predicted.argmax()] / measured.max()),
+        "median_error_frac": float(np.median(errors)),
+        "worst_error_frac": float(errors.max()),
+    }
+
+
+def _check_model(policy: Policy, job: Job) -> None:
+    tuned_on = (policy.provenance or {}).get("model_digest")
+    if tuned_on is not None and tuned_on != job.model.digest:
+        raise UserError(f"policy {policy.name} was tuned on another model", "give the model it was tuned on")
+
+
+def _print(out: Path, job: Job, rows: list[dict[str, Any]], content: dict[str, Any]) -> None:
+    random = " (random weights)" if job.model.random else ""
+    table = Table(title=f"validation {out}: {job.name}{random}, split {content['split']}", title_justify="left")
+    for column in (
+        "policy",
+        "lossless",
+        "predicted",
+        "measured",
+        "[95 %]",
+        "error",
+        "tokens/round",
+        "alpha",
+        "k",
+        "= plain",
+    ):
+        table.add_column(column, justify="left" if column == "policy" else "right")
+    for row in rows:
+        m, predicted = row["measured"], row["predicted"].get("speedup")
+        table.add_row(
+            row["name"],
+            "yes" if row["lossless"] else "no",
+            "-" if predicted is None else f"{predicted:.2f}x",
+            f"{m['speedup']:.2f}x",
+            f"{m['low']:.2f}-{m['high']:.2f}",
+            "-" if row["error_frac"] is None else f"{row['error_frac']:+.1%}",
+            f"{m['tokens_per_round']:.2f}",
+            "-" if m["alpha"] is None else f"{m['alpha']:.2f}",
+            f"{m['k']:.1f}",
+            "yes" if m["documents_differing_from_plain"] == 0 else f"{m['documents_differing_from_plain']} differ",
+        )
+    console = Console()
+    console.print(table)
+    if content["regret"] is not None:
+        console.print(f"regret of the best-predicted policy {content['regret']:.1%}")
