@@ -77,3 +77,12 @@ def test_wheel_brings_the_book(wheel, tmp_path):
 def test_command_is_declared(wheel):
     [declared] = wheel.glob("*.dist-info/entry_points.txt")
     assert declared.read_text("utf-8").split("\n")[:2] == ["[console_scripts]", "specdial = specdial.conf.cli:main"]
+
+
+@pytest.mark.parametrize("arguments", [["record", "--cfg", "job"], ["record", "--help"], ["replay", "--help"], []])
+def test_command_works_from_anywhere(wheel, tmp_path, arguments):
+    """What the installed script does: call main. The settings it composes come from the wheel."""
+    run = _run(wheel, tmp_path, "-c", "from specdial.conf.cli import main; main()", *arguments)
+    assert run.returncode == 0, run.stderr
+    assert ("context_tokens" if "--cfg" in arguments else "specdial") in run.stdout
+    assert list(tmp_path.iterdir()) == []

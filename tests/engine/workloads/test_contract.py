@@ -6,11 +6,14 @@ import subprocess
 import sys
 from collections import Counter
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
+import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import specdial.conf
 from specdial.engine.workloads import KINDS, WorkloadSpec, build, of_split
 from specdial.engine.workloads.sources import BOOK_PATH, paragraphs
 from specdial.policies.errors import UserError
@@ -143,6 +146,14 @@ def test_kinds_need_no_torch():
     code = "import sys, specdial.engine.workloads; sys.exit('torch' in sys.modules or 'triton' in sys.modules)"
     assert set(KINDS) == {"stdlib", "book", "file", "needle"}
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_shipped_settings_make_a_spec(kind):
+    path = Path(specdial.conf.__file__).parent / "workload" / f"{kind}.yaml"
+    plain = yaml.safe_load(path.read_text("utf-8"))
+    assert plain["context_tokens"] == "${context}"
+    assert WorkloadSpec.from_mapping({**plain, "context_tokens": 4096}).kind == kind
 
 
 def _plain(spec):
