@@ -64,11 +64,11 @@ def inversion_k(accepted_by_k: Floats, gamma: float) -> int | None:
     return int(below[0]) + 1 if len(below) else None
 
 
-def crossover_alpha(k: int, gamma: float, verify_ratio: float = 1.0) -> float:
+def crossover_alpha(k: float, gamma: float, verify_ratio: float = 1.0) -> float:
     """The alpha at which drafting k tokens breaks even with plain decoding; above 1 means it cannot pay."""
     return (verify_ratio * (k * gamma + 1.0) - 1.0) / k
 
 
-def crossover_gamma(k: int, alpha: float, verify_ratio: float = 1.0) -> float:
+def crossover_gamma(k: float, alpha: float, verify_ratio: float = 1.0) -> float:
     """The gamma at which drafting k tokens breaks even with plain decoding; negative means it cannot pay."""
     return ((alpha * k + 1.0) / verify_ratio - 1.0) / k

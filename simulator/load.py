@@ -1,6 +1,11 @@
-"""Opens what a verb names: cost tables that belong to a trace."""
+"""Opens what a verb names: cost tables that belong to a trace; and says which trace it was."""
+
+import hashlib
+
+import numpy as np
 
 from specdial.engine.trace.reader import Trace, read_costs
+from specdial.policies.artifact import digest_of
 from specdial.policies.errors import UserError
 from specdial.simulator.costs import CostModel
 
@@ -17,3 +22,12 @@ def load_costs(path: str | None, trace: Trace) -> CostModel:
             "calibrate that model or give its trace",
         )
     return CostModel.from_table(table)
+
+
+def trace_digest(trace: Trace) -> str:
+    """sha256 of what was recorded: settings, output tokens, matches. When and where it was started does not count."""
+    hashed = hashlib.sha256()
+    hashed.update(digest_of({k: v for k, v in trace.meta.items() if k != "provenance"}).encode())
+    for column in (trace.outputs["token_id"], trace.drafts["match"], trace.rounds["k"]):
+        hashed.update(np.ascontiguousarray(column.to_numpy()).tobytes())
+    return hashed.hexdigest()

@@ -5,6 +5,7 @@ modelled: sampled decoding (acceptance drawn from recorded probabilities) or a b
 refused: everything else; the reason names the setting.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -59,6 +60,15 @@ def support(record: Record, policy: Policy) -> Support:
         level = "modelled"
         reasons.append("sampled decoding: acceptance drawn from recorded probabilities")
     return Support(level, "; ".join(dict.fromkeys(reasons)) or None, tuple(arms), tuple(between))
+
+
+def mixable_budgets(record: Record, arms: Sequence[int]) -> tuple[int, int] | None:
+    """(lowest, highest) budget of arms that differ in nothing else, None when they do or there is only one."""
+    rest = [{**record.arms[i]["draft_kv"], "budget": 0, "drafter": record.arms[i]["drafter"]} for i in arms]
+    budgets = {int(record.arms[i]["draft_kv"]["budget"]) for i in arms}
+    if len(budgets) < 2 or any(other != rest[0] for other in rest):
+        return None
+    return min(budgets), max(budgets)
 
 
 def _refused(reason: str) -> Support:

@@ -1,10 +1,13 @@
 """Tables for people. Lossless and lossy policies carry their label in every table."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from rich.console import Console
 from rich.table import Table
 
+from specdial.policies.file import policy_digest
+from specdial.simulator.choice import Choice
 from specdial.simulator.inversion import Inversion
 from specdial.simulator.outcome import Outcome
 
@@ -12,10 +15,12 @@ from specdial.simulator.outcome import Outcome
 def print_outcomes(outcomes: Sequence[Outcome], title: str) -> None:
     """One row a policy; refused ones say why below."""
     table = Table(title=title, title_justify="left")
-    table.add_column("policy", overflow="fold")
+    table.add_column("policy", overflow="fold", min_width=26)
     for name in ("lossless", "level"):
         table.add_column(name)
-    for name in ("speedup", "95 %", "tok/round", "alpha", "gamma", "k", "budget", "us/token", "KV MB/token"):
+    table.add_column("speedup", justify="right")
+    table.add_column("95 %", justify="right", min_width=9)
+    for name in ("tok/round", "alpha", "gamma", "k", "budget", "us/token", "KV MB/token"):
         table.add_column(name, justify="right")
     for o in outcomes:
         interval = f"{o.low:.2f}-{o.high:.2f}" if o.low is not None and o.high is not None else "-"
@@ -82,7 +87,7 @@ def print_inversion(rows: Sequence[Inversion]) -> None:
 
 def wide_console() -> Console:
     """A console wide enough for the tables; a narrower terminal wraps lines rather than numbers."""
-    return Console(width=max(Console().width, 118))
+    return Console(width=max(Console().width, 140))
 
 
 def breakdown_text(outcome: Outcome) -> str:
@@ -96,3 +101,34 @@ def breakdown_text(outcome: Outcome) -> str:
 def number(value: float | None, digits: int) -> str:
     """A number, or a dash where there is none."""
     return "-" if value is None else f"{value:.{digits}f}"
+
+
+def print_choice(choice: Choice, title: str) -> None:
+    """Plain, best fixed k, the tuned policy and the Pareto front; then the verdict."""
+    named = [("plain", choice.plain), ("best fixed", choice.best_fixed), ("tuned", choice.best)]
+    shown = [relabel(name, outcome) for name, outcome in named]
+    seen = [policy_digest(outcome.policy) for _, outcome in named]
+    front = []
+    for outcome in choice.front:
+        if policy_digest(outcome.policy) not in seen:
+            seen.append(policy_digest(outcome.policy))
+            front.append(outcome)
+    print_outcomes([*shown, *front], title)
+    console = wide_console()
+    if choice.pays:
+        console.print(f"best: {choice.best.policy.name}", highlight=False)
+    else:
+        console.print("speculation does not pay here: the best policy is k = 0 (plain decoding)", highlight=False)
+    if choice.crossover is not None:
+        c = choice.crossover
+        console.print(
+            f"{c.policy} breaks even with plain decoding at alpha {c.alpha_needed:.3f} (it has {c.alpha:.3f}) "
+            f"or gamma {c.gamma_needed:.3f} (it has {c.gamma:.3f}), k {c.k:.2f}",
+            highlight=False,
+        )
+
+
+def relabel(name: str, outcome: Outcome) -> Outcome:
+    """The outcome under a name that says its part in the table."""
+    label = name if outcome.policy.name == name else f"{name}: {outcome.policy.name}"
+    return replace(outcome, policy=replace(outcome.policy, name=label))

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from specdial.engine.trace.reader import read_trace
-from specdial.policies.artifact import claim_directory, digest_of, provenance, write_json_atomic
+from specdial.policies.artifact import claim_directory, provenance, write_json_atomic
 from specdial.policies.errors import UserError
 from specdial.policies.fields import parse, setting, to_plain
 from specdial.policies.file import load_policy, policy_digest
@@ -13,7 +13,7 @@ from specdial.policies.schema import Policy, policy_from_mapping
 from specdial.simulator.costs import CostModel
 from specdial.simulator.inversion import Inversion, inversion_table
 from specdial.simulator.lanes import Record, read_record
-from specdial.simulator.load import load_costs
+from specdial.simulator.load import load_costs, trace_digest
 from specdial.simulator.outcome import Outcome
 from specdial.simulator.replay import replay
 from specdial.simulator.tables import print_inversion, print_outcomes
@@ -58,8 +58,6 @@ def run(settings: dict[str, Any]) -> dict[str, Any]:
         raise UserError("no policy to replay", "give policy=NAME or policy=FILE")
     record = read_record(read_trace(s.trace))
     costs = load_costs(s.costs, record.trace)
-    if s.out is not None:
-        claim_directory(Path(s.out), "replay", to_plain(s))
     outcomes = replay(record, costs, policies, s.split, s.batch, bootstrap=s.bootstrap, seed=s.seed)
     inversions = inversion_table(record, costs, s.split, s.batch) if s.inversion else []
     result = _Result(record, costs, outcomes, inversions)
@@ -69,6 +67,7 @@ def run(settings: dict[str, Any]) -> dict[str, Any]:
         print_inversion(inversions)
     document = _document(s, result)
     if s.out is not None:
+        claim_directory(Path(s.out), "replay", to_plain(s))
         write_json_atomic(Path(s.out) / "replay.json", document)
     first: dict[str, Any] = document["outcomes"][0] if outcomes else {}
     return {**first, "outcomes": document["outcomes"], "inversion": document["inversion"]}
@@ -88,7 +87,7 @@ def _document(s: Settings, result: _Result) -> dict[str, Any]:
     meta = result.record.trace.meta
     return {
         "schema": SCHEMA,
-        "trace_digest": digest_of(meta),
+        "trace_digest": trace_digest(result.record.trace),
         "model": meta["model"],
         "hardware": result.costs.meta.get("hardware"),
         "costs": result.costs.source,
