@@ -6,12 +6,14 @@ Anything the decoder could not reproduce exactly (other activations, MoE, partia
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from specdial.engine.models.rope_config import RopeConfig
 from specdial.policies.errors import UserError
+
+__all__ = ["ModelConfig", "RopeConfig"]
 
 ARCHITECTURES = {  # HF class: (our name, bias on q/k/v, RMSNorm on q and k)
     "LlamaForCausalLM": ("llama", False, False),
@@ -19,49 +21,10 @@ ARCHITECTURES = {  # HF class: (our name, bias on q/k/v, RMSNorm on q and k)
     "Qwen2ForCausalLM": ("qwen2", True, False),
     "Qwen3ForCausalLM": ("qwen3", False, True),
 }
-ROPE_KINDS = ("default", "linear", "llama3", "yarn", "factors")
 _REPAIR = "repair the model's config"
 _USE_KNOWN = f"use a model of {', '.join(ARCHITECTURES)}"
 # What the classes of `transformers` assume when config.json leaves a key out.
 _DEFAULT_CONTEXT_TOKENS = {"llama": 2048, "mistral": 131072, "qwen2": 32768, "qwen3": 32768}
-
-
-@dataclass(frozen=True, slots=True)
-class RopeConfig:
-    """Rotary embedding. `kind`: default; linear (positions / factor); llama3; yarn; factors (one divisor a frequency).
-
-    theta: base wavelength. original_context_tokens: context before scaling (llama3, yarn).
-    attention_factor: multiplies cos and sin under yarn; None means 0.1 ln(factor) + 1.
-    freq_factors: D/2 divisors, the `rope_freqs` tensor of Llama-3.1 GGUF files.
-    """
-
-    theta: float = 10000.0
-    kind: str = "default"
-    factor: float = 1.0
-    original_context_tokens: int | None = None
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    attention_factor: float | None = None
-    truncate: bool = True
-    freq_factors: tuple[float, ...] | None = None
-
-    def __post_init__(self) -> None:
-        if self.kind not in ROPE_KINDS:
-            raise UserError(f"unknown RoPE scaling {self.kind!r}", f"use a model with one of {', '.join(ROPE_KINDS)}")
-        numbers = (self.theta, self.factor, self.low_freq_factor, self.high_freq_factor, self.beta_fast, self.beta_slow)
-        if not all(math.isfinite(x) and x > 0 for x in numbers):
-            raise UserError(f"RoPE settings must be finite and positive, got {self}", _REPAIR)
-        if self.kind in ("llama3", "yarn") and not self.original_context_tokens:
-            raise UserError(f"RoPE scaling {self.kind} lacks its original context", _REPAIR)
-
-    @property
-    def yarn_attention(self) -> float:
-        """What YaRN multiplies cos and sin by: `attention_factor`, or else its paper's 0.1 ln(factor) + 1."""
-        if self.attention_factor is not None:
-            return self.attention_factor
-        return 0.1 * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +65,8 @@ class ModelConfig:
                 f"{self.head_dim}, norm_eps {self.norm_eps} do not make a decoder",
                 _REPAIR,
             )
+        if not all(isinstance(i, int) for i in self.eos_ids) or not isinstance(self.bos_id, int | None):
+            raise UserError(f"{self.name}: eos_token_id {self.eos_ids!r}, bos_token_id {self.bos_id!r}", _REPAIR)
         factors = self.rope.freq_factors
         if factors is not None and len(factors) != self.head_dim // 2:
             raise UserError(f"{self.name}: {len(factors)} RoPE factors for head dim {self.head_dim}", "repair the file")
@@ -112,8 +77,8 @@ class ModelConfig:
         return self.heads // self.kv_heads
 
     @property
-    def kv_bytes_per_token(self) -> int:
-        """Elements of K and V per token over all layers; times the dtype's size gives bytes."""
+    def kv_elements_per_token(self) -> int:
+        """Numbers of K and V kept per token over all layers; times the dtype's size gives bytes."""
         return 2 * self.layers * self.kv_heads * self.head_dim
 
     def check_context(self, context_tokens: int) -> None:
@@ -131,6 +96,14 @@ class ModelConfig:
     def from_hf(cls, config: Mapping[str, Any], *, name: str | None = None) -> ModelConfig:
         """From the object in config.json. Errors: UserError naming what is missing or unsupported."""
         name = name or str(config.get("_name_or_path") or "model")
+        try:
+            return cls._from_hf(config, name)
+        except (TypeError, ValueError, AttributeError, KeyError, OverflowError) as error:
+            cause = " ".join(str(error).split())
+            raise UserError(f"{name}: a value in config.json is of the wrong kind ({cause})", _REPAIR) from None
+
+    @classmethod
+    def _from_hf(cls, config: Mapping[str, Any], name: str) -> ModelConfig:
         named = config.get("architectures") or ["(none)"]
         if named[0] not in ARCHITECTURES:
             raise UserError(f"{name}: unknown architecture {named[0]}", _USE_KNOWN)
@@ -157,7 +130,7 @@ class ModelConfig:
             vocab=need.integer("vocab_size"),
             max_context_tokens=min(context, window) if window else context,
             norm_eps=float(config.get("rms_norm_eps", 1e-6)),
-            rope=_rope_from_hf(config, name, context),
+            rope=RopeConfig.from_hf(config, name, context),
             qkv_bias=qkv_bias,
             qk_norm=qk_norm,
             tied_embeddings=bool(config.get("tie_word_embeddings", False)),
@@ -178,30 +151,3 @@ class _Needed:
         if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
             raise UserError(f"{self.name}: {key} is {value!r}, not a positive integer", _REPAIR)
         return value
-
-
-def _rope_from_hf(config: Mapping[str, Any], name: str, context_tokens: int) -> RopeConfig:
-    """RoPE of both spellings: `rope_theta` + `rope_scaling`, and transformers 5's `rope_parameters`."""
-    scaling = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
-    kind = scaling.get("rope_type") or scaling.get("type") or "default"
-    if scaling.get("partial_rotary_factor", config.get("partial_rotary_factor") or 1.0) != 1.0:
-        raise UserError(f"{name}: partial RoPE is not supported", _USE_KNOWN)
-    if kind not in ROPE_KINDS or kind == "factors":
-        raise UserError(f"{name}: unknown RoPE scaling {kind!r}", f"use one of {', '.join(ROPE_KINDS[:-1])}")
-    attention = scaling.get("attention_factor")
-    factor = float(scaling.get("factor") or 1.0)
-    mscale, mscale_all = scaling.get("mscale"), scaling.get("mscale_all_dim")
-    if kind == "yarn" and attention is None and mscale and mscale_all and factor > 1:
-        attention = (0.1 * mscale * math.log(factor) + 1) / (0.1 * mscale_all * math.log(factor) + 1)
-    return RopeConfig(
-        theta=float(scaling.get("rope_theta") or config.get("rope_theta") or 10000.0),
-        kind=kind,
-        factor=factor,
-        original_context_tokens=scaling.get("original_max_position_embeddings") or context_tokens,
-        low_freq_factor=float(scaling.get("low_freq_factor") or 1.0),
-        high_freq_factor=float(scaling.get("high_freq_factor") or 4.0),
-        beta_fast=float(scaling.get("beta_fast") or 32.0),
-        beta_slow=float(scaling.get("beta_slow") or 1.0),
-        attention_factor=attention,
-        truncate=bool(scaling.get("truncate", True)),
-    )

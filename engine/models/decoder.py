@@ -6,7 +6,7 @@ Every operation here works row by row, so a token's result depends on other toke
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from specdial.engine.models.config import ModelConfig
 from specdial.engine.models.rope import cos_sin, inverse_frequencies, rotate
+from specdial.engine.models.tensors import ignorable, tensor_shapes
 from specdial.policies.errors import UserError
 
 # attend(layer, q [B, T, H, D], k [B, T, Hk, D], v [B, T, Hk, D]) -> [B, T, H, D]; RoPE is already in q and k.
@@ -37,7 +38,14 @@ class Layer:
 
 
 class Decoder:
-    """A decoder's weights on one device in one dtype. Build it with `from_weights`."""
+    """A decoder's weights on one device in one dtype. Build it with `from_weights`.
+
+    row_block: matrix products run over multiples of this many rows (1: as they come). BLAS picks another kernel, with
+    other rounding, for 1 row than for 5; with 4, MKL gives a row the same bits whatever shares the batch. It costs
+    plain decode time, so it is for checks that compare token for token, never for timing.
+    """
+
+    row_block: int = 1
 
     def __init__(self, config: ModelConfig, embedding: Tensor, layers: list[Layer], norm: Tensor, head: Tensor) -> None:
         self.config = config
@@ -83,22 +91,30 @@ class Decoder:
             if index in taps:
                 tapped[index] = x
             normed = rms_norm(x, layer.attention_norm, c.norm_eps)
-            q, k, v = F.linear(normed, layer.qkv, layer.qkv_bias).split(widths, -1)
+            q, k, v = self._linear(normed, layer.qkv, layer.qkv_bias).split(widths, -1)
             q = q.unflatten(-1, (c.heads, c.head_dim))  # [B, T, H, D]
             k = k.unflatten(-1, (c.kv_heads, c.head_dim))  # [B, T, Hk, D]
             v = v.unflatten(-1, (c.kv_heads, c.head_dim))  # [B, T, Hk, D]
             if layer.q_norm is not None and layer.k_norm is not None:
                 q, k = rms_norm(q, layer.q_norm, c.norm_eps), rms_norm(k, layer.k_norm, c.norm_eps)
             mixed = attend(index, rotate(q, cos, sin), rotate(k, cos, sin), v)  # [B, T, H, D]
-            x = x + F.linear(mixed.flatten(-2), layer.out)
-            gate, up = F.linear(rms_norm(x, layer.mlp_norm, c.norm_eps), layer.gate_up).chunk(2, -1)
-            x = x + F.linear(F.silu(gate) * up, layer.down)
+            x = x + self._linear(mixed.flatten(-2), layer.out)
+            gate, up = self._linear(rms_norm(x, layer.mlp_norm, c.norm_eps), layer.gate_up).chunk(2, -1)
+            x = x + self._linear(F.silu(gate) * up, layer.down)
         return rms_norm(x, self._norm, c.norm_eps), tapped
+
+    def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x [..., in] times weight [out, in], over a number of rows that is a multiple of `row_block`."""
+        short = -(x.numel() // x.shape[-1]) % self.row_block
+        if not short:
+            return F.linear(x, weight, bias)
+        rows = F.pad(x.reshape(-1, x.shape[-1]), (0, 0, 0, short))  # [rows + short, in]
+        return F.linear(rows, weight, bias)[:-short].view(*x.shape[:-1], -1)  # [..., out]
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [..., V] float32 of hidden states [..., hidden] that `forward` returned."""
-        return F.linear(hidden, self._head).float()
+        return self._linear(hidden, self._head).float()
 
     @classmethod
     def from_weights(
@@ -114,7 +130,7 @@ class Decoder:
         Errors: UserError naming the first tensor that is missing, unexpected, or of another shape.
         """
         shapes = dict(tensor_shapes(config))
-        given = {name for name in weights if not _ignorable(name, config)}
+        given = {name for name in weights if not ignorable(name, config)}
         for names, what in ((shapes.keys() - given, "is missing"), (given - shapes.keys(), "is unexpected")):
             if names:
                 more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
@@ -159,32 +175,3 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / rms(x) over the last dim in float32, rounded to x's dtype, times weight: Hugging Face's order of rounding."""
     wide = x.float()
     return weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
-
-
-def tensor_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Every tensor the config calls for: its Hugging Face name and shape."""
-    q_rows, kv_rows = config.heads * config.head_dim, config.kv_heads * config.head_dim
-    yield "model.embed_tokens.weight", (config.vocab, config.hidden)
-    for i in range(config.layers):
-        layer = f"model.layers.{i}."
-        yield f"{layer}input_layernorm.weight", (config.hidden,)
-        for part, rows in (("q_proj", q_rows), ("k_proj", kv_rows), ("v_proj", kv_rows)):
-            yield f"{layer}self_attn.{part}.weight", (rows, config.hidden)
-            if config.qkv_bias:
-                yield f"{layer}self_attn.{part}.bias", (rows,)
-        if config.qk_norm:
-            yield f"{layer}self_attn.q_norm.weight", (config.head_dim,)
-            yield f"{layer}self_attn.k_norm.weight", (config.head_dim,)
-        yield f"{layer}self_attn.o_proj.weight", (config.hidden, q_rows)
-        yield f"{layer}post_attention_layernorm.weight", (config.hidden,)
-        yield f"{layer}mlp.gate_proj.weight", (config.intermediate, config.hidden)
-        yield f"{layer}mlp.up_proj.weight", (config.intermediate, config.hidden)
-        yield f"{layer}mlp.down_proj.weight", (config.hidden, config.intermediate)
-    yield "model.norm.weight", (config.hidden,)
-    if not config.tied_embeddings:
-        yield "lm_head.weight", (config.vocab, config.hidden)
-
-
-def _ignorable(name: str, config: ModelConfig) -> bool:
-    """Tensors that checkpoints carry and no one reads: saved RoPE buffers, and the head's copy when it is tied."""
-    return name.endswith("rotary_emb.inv_freq") or (config.tied_embeddings and name == "lm_head.weight")

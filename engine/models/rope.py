@@ -8,7 +8,7 @@ import math
 import torch
 from torch import Tensor
 
-from specdial.engine.models.config import RopeConfig
+from specdial.engine.models.rope_config import RopeConfig
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]:

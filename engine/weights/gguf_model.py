@@ -116,7 +116,7 @@ def gguf_config(file: GgufFile) -> ModelConfig:
     window = get("attention.sliding_window") or None
     qkv_bias, qk_norm = ARCHITECTURES[architecture]
     return ModelConfig(
-        name=meta.get("general.name") or file.path.stem,
+        name=" ".join(str(meta.get("general.name") or file.path.stem).split()),
         architecture=architecture,
         layers=integer("block_count"),
         hidden=hidden,

@@ -52,24 +52,30 @@ def gguf_tokenizer(metadata: Mapping[str, Any], name: str) -> Tokenizer:
             backend = _sentencepiece(metadata, tokens, kinds, name)
         else:
             raise UserError(f"{name}: tokenizer model {kind!r} is not supported", "use a gpt2 or llama tokenizer")
-    except (ValueError, TypeError) as error:  # the backend's words for merges that do not fit the vocabulary
+    except UserError:
+        raise
+    except Exception as error:  # the library raises bare Exception for merges that do not fit the vocabulary
         raise UserError(f"{name}: damaged tokenizer ({error})", "download the model file again") from None
     for wanted, special in ((_CONTROL, True), (_USER_DEFINED, False)):
         added = [AddedToken(t, special=special, normalized=False) for t, k in zip(tokens, kinds) if k == wanted]
         (backend.add_special_tokens if special else backend.add_tokens)(added)
     bos = metadata.get("tokenizer.ggml.bos_token_id")
+    if bos is not None and not (isinstance(bos, int) and 0 <= bos < len(tokens)):
+        raise UserError(f"{name}: bos_token_id {bos!r} is not in the vocabulary", "download the model file again")
     if metadata.get("tokenizer.ggml.add_bos_token", kind == "llama" or pre in _ADD_BOS) and bos is not None:
-        bos_text = tokens[bos] if 0 <= bos < len(tokens) else ""
         backend.post_processor = processors.TemplateProcessing(
-            single=f"{bos_text} $A", pair=f"{bos_text} $A $B", special_tokens=[(bos_text, bos)]
+            single=["<bos>", "$A"],
+            pair=["<bos>", "$A", "$B"],
+            special_tokens=[{"id": "<bos>", "ids": [bos], "tokens": [tokens[bos]]}],
         )
+    template = metadata.get("tokenizer.chat_template")
     digest = hashlib.sha256(repr((kind, pre, tokens, kinds, metadata.get("tokenizer.ggml.merges"))).encode())
     return Tokenizer(
         backend,
         digest=digest.hexdigest(),
         eos_ids=end_ids(metadata),
         bos_id=bos,
-        chat_template=metadata.get("tokenizer.chat_template"),
+        chat_template=template if isinstance(template, str) else None,
     )
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from specdial.engine.models.config import ModelConfig
-from specdial.engine.models.decoder import tensor_shapes
+from specdial.engine.models.tensors import tensor_shapes
 
 _STD = 0.02
 

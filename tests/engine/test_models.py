@@ -1,0 +1,156 @@
+"""Logits against transformers on tiny random checkpoints; the forward pass in pieces against the whole."""
+
+import json
+
+import pytest
+import torch
+
+from specdial.engine.models import Decoder, ModelConfig
+from specdial.engine.weights import load_model
+from specdial.engine.weights.hf import SafetensorsWeights
+from specdial.policies.errors import UserError
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+CASES = {
+    "llama": ("llama", {}),
+    "llama-tied-sharded": ("llama", {"tied": True, "shards": 3}),
+    "llama-mha": ("llama", {"num_key_value_heads": 4}),
+    "llama-llama3": ("llama", {"rope_scaling": LLAMA3, "rope_theta": 500000.0}),
+    "llama-linear": ("llama", {"rope_scaling": {"type": "linear", "factor": 4.0}}),
+    "llama-rope-parameters": ("llama", {"rope_theta": None, "rope_parameters": {**LLAMA3, "rope_theta": 500000.0}}),
+    "qwen2": ("qwen2", {}),
+    "qwen2-tied": ("qwen2", {"tied": True}),
+    "qwen2-yarn": ("qwen2", {"rope_scaling": YARN, "rope_theta": 1000000.0}),
+    "qwen2-yarn-attention": ("qwen2", {"rope_scaling": {**YARN, "attention_factor": 0.7, "beta_fast": 8}}),
+    "qwen3-tied-sharded": ("qwen3", {"tied": True, "shards": 2}),
+    "qwen3-wide-heads": ("qwen3", {"head_dim": 32}),
+    "qwen3-yarn": ("qwen3", {"rope_scaling": {**YARN, "truncate": False}}),
+    "mistral": ("mistral", {}),
+    "mistral-window-not-reached": ("mistral", {"sliding_window": 128}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_match_transformers(case, tiny_checkpoint, full_logits):
+    from transformers import AutoModelForCausalLM
+
+    architecture, changes = CASES[case]
+    folder = tiny_checkpoint(architecture, **changes)
+    tokens = torch.randint(0, 288, (2, 96), generator=torch.Generator().manual_seed(7))
+    with torch.no_grad():
+        oracle = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True).eval()
+        wanted = oracle(tokens).logits
+    got = full_logits(load_model(str(folder), device="cpu", dtype="float32").decoder, tokens)
+    assert wanted.std() > 0.5  # a flat oracle would agree with anything
+    assert (got - wanted).abs().max() <= 1e-4
+
+
+@pytest.mark.parametrize("scaling", [{"rope_scaling": YARN}, {"rope_scaling": LLAMA3}])
+def test_scaling_changes_logits(scaling, tiny_model, full_logits):
+    """So that the cases above cannot pass with scaling ignored on both sides."""
+    tokens = torch.arange(96)[None]
+    plain, scaled = (full_logits(tiny_model("qwen2", **c).decoder, tokens) for c in ({}, scaling))
+    assert (plain - scaled).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "mistral"])
+def test_pieces_equal_the_whole(architecture, tiny_model, make_attend, full_logits):
+    decoder = tiny_model(architecture).decoder
+    tokens = torch.randint(0, 288, (3, 23), generator=torch.Generator().manual_seed(3))
+    attend, pieces, at = make_attend(), [], 0
+    for length in (11, 1, 5, 1, 5):
+        positions = torch.arange(at, at + length).expand(3, length)
+        pieces.append(decoder.logits(decoder.forward(tokens[:, at : at + length], positions, attend)))
+        at += length
+    assert at == tokens.shape[1]
+    torch.testing.assert_close(torch.cat(pieces, 1), full_logits(decoder, tokens), atol=2e-5, rtol=0)
+
+
+def test_positions_are_per_row(tiny_model, make_attend):
+    """Two rows at different positions give what each gives alone: batches have ragged progress."""
+    decoder = tiny_model("llama").decoder
+    tokens, positions = torch.tensor([[5, 6, 7], [8, 9, 10]]), torch.tensor([[0, 1, 2], [40, 41, 42]])
+    together = decoder.forward(tokens, positions, make_attend())
+    alone = [decoder.forward(tokens[i : i + 1], positions[i : i + 1], make_attend()) for i in range(2)]
+    torch.testing.assert_close(together, torch.cat(alone), atol=2e-6, rtol=0)
+
+
+def test_attend_sees_rotated_heads(tiny_model):
+    seen = {}
+
+    def attend(layer, q, k, v):
+        seen[layer] = tuple(q.shape), tuple(k.shape), tuple(v.shape)
+        return torch.zeros_like(q)
+
+    decoder = tiny_model("qwen3", head_dim=32).decoder
+    hidden = decoder.forward(torch.zeros(2, 5, dtype=torch.long), torch.arange(5).expand(2, 5), attend)
+    assert hidden.shape == (2, 5, 64)
+    assert seen == dict.fromkeys(range(3), ((2, 5, 4, 32), (2, 5, 2, 32), (2, 5, 2, 32)))
+    assert decoder.logits(hidden[:, -1]).shape == (2, 288)
+
+
+def test_taps_are_the_inputs_of_layers(tiny_model, make_attend):
+    decoder = tiny_model("llama").decoder
+    tokens, positions = torch.tensor([[1, 2, 3]]), torch.arange(3)[None]
+    hidden, taps = decoder.forward_with_taps(tokens, positions, make_attend(), (2, 0))
+    assert torch.equal(hidden, decoder.forward(tokens, positions, make_attend()))
+    assert taps.shape == (2, 1, 3, 64)
+    assert torch.equal(taps[1], decoder._embedding[tokens])
+    assert not torch.equal(taps[0], taps[1])
+
+
+def test_row_block_pads_and_cuts(tiny_model, full_logits):
+    decoder = tiny_model("qwen2").decoder
+    tokens = torch.arange(7)[None]
+    plain = full_logits(decoder, tokens)
+    decoder.row_block = 4
+    padded = full_logits(decoder, tokens)
+    assert padded.shape == plain.shape
+    torch.testing.assert_close(padded, plain, atol=2e-5, rtol=0)
+
+
+def test_bfloat16_stays_close(tiny_checkpoint, full_logits):
+    folder = str(tiny_checkpoint("llama"))
+    tokens = torch.arange(40)[None]
+    wide, narrow = (
+        full_logits(load_model(folder, device="cpu", dtype=t).decoder, tokens) for t in ("float32", "bfloat16")
+    )
+    assert narrow.dtype == torch.float32
+    assert 0 < (wide - narrow).abs().mean() < 0.05
+
+
+def loaded(folder):
+    config = ModelConfig.from_hf(json.loads((folder / "config.json").read_text()), name="tiny")
+    return config, dict(SafetensorsWeights(folder))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda w: w.pop("model.layers.1.mlp.up_proj.weight"), "model.layers.1.mlp.up_proj.weight is missing"),
+        (lambda w: w.update(extra=torch.zeros(1)), "extra is unexpected"),
+        (lambda w: w.update({"lm_head.weight": torch.zeros(5, 64)}), r"lm_head.weight has shape \(5, 64\)"),
+    ],
+)
+def test_wrong_weights_are_named(change, words, tiny_checkpoint):
+    config, weights = loaded(tiny_checkpoint("llama"))
+    change(weights)
+    with pytest.raises(UserError, match=words) as caught:
+        Decoder.from_weights(config, weights)
+    assert "\n" not in str(caught.value)
+
+
+def test_saved_rope_buffers_and_tied_heads_are_ignored(tiny_checkpoint, full_logits):
+    config, weights = loaded(tiny_checkpoint("llama", tied=True))
+    extra = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(8), "lm_head.weight": torch.zeros(288, 64)}
+    tokens = torch.arange(9)[None]
+    plain, more = (Decoder.from_weights(config, w) for w in (weights, weights | extra))
+    assert torch.equal(full_logits(plain, tokens), full_logits(more, tokens))
+    assert plain.weight_bytes == 4 * sum(w.numel() for w in weights.values())
