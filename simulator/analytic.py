@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from scipy.optimize import linprog
 
 Floats = npt.NDArray[np.float64]
 Number = float | Floats
@@ -72,3 +73,17 @@ def crossover_alpha(k: float, gamma: float, verify_ratio: float = 1.0) -> float:
 def crossover_gamma(k: float, alpha: float, verify_ratio: float = 1.0) -> float:
     """The gamma at which drafting k tokens breaks even with plain decoding; negative means it cannot pay."""
     return ((alpha * k + 1.0) / verify_ratio - 1.0) / k
+
+
+def fit_two_costs(k: Floats, round_time: Floats) -> tuple[float, float]:
+    """(C_d, C_v) of round time = k C_d + C_v, the non-negative line with the smallest worst relative error.
+
+    k, round_time: [n]. Raises ValueError when no such line is found.
+    """
+    relative = np.stack([k / round_time, 1.0 / round_time], axis=1)  # [n, 2]
+    slack = np.full((len(k), 1), -1.0)
+    rows = np.concatenate([np.hstack([relative, slack]), np.hstack([-relative, slack])])
+    found = linprog([0.0, 0.0, 1.0], A_ub=rows, b_ub=np.concatenate([np.ones(len(k)), -np.ones(len(k))]))
+    if not found.success:
+        raise ValueError(f"no two costs fit: {found.message}")
+    return float(found.x[0]), float(found.x[1])

@@ -26,6 +26,9 @@ class Crossover:
     """
 
     policy: str
+    speedup: float
+    low: float
+    high: float
     k: float
     alpha: float
     gamma: float
@@ -98,6 +101,9 @@ def _crossover(outcome: Outcome) -> Crossover | None:
         return None
     return Crossover(
         policy=outcome.policy.name,
+        speedup=_speed(outcome),
+        low=outcome.low if outcome.low is not None else _speed(outcome),
+        high=outcome.high if outcome.high is not None else _speed(outcome),
         k=outcome.k,
         alpha=outcome.alpha,
         gamma=outcome.gamma,

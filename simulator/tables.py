@@ -87,7 +87,7 @@ def print_inversion(rows: Sequence[Inversion]) -> None:
 
 def wide_console() -> Console:
     """A console wide enough for the tables; a narrower terminal wraps lines rather than numbers."""
-    return Console(width=max(Console().width, 140))
+    return Console(width=max(Console().width, 144))
 
 
 def breakdown_text(outcome: Outcome) -> str:
@@ -122,7 +122,8 @@ def print_choice(choice: Choice, title: str) -> None:
     if choice.crossover is not None:
         c = choice.crossover
         console.print(
-            f"{c.policy} breaks even with plain decoding at alpha {c.alpha_needed:.3f} (it has {c.alpha:.3f}) "
+            f"fastest drafting policy {c.policy}: speedup {c.speedup:.3f} ({c.low:.2f}-{c.high:.2f}); "
+            f"it breaks even with plain decoding at alpha {c.alpha_needed:.3f} (it has {c.alpha:.3f}) "
             f"or gamma {c.gamma_needed:.3f} (it has {c.gamma:.3f}), k {c.k:.2f}",
             highlight=False,
         )

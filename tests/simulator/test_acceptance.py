@@ -1,0 +1,76 @@
+"""The acceptance model against data whose hazard is known, and on documents it has not seen."""
+
+import numpy as np
+import pytest
+
+from specdial.engine.trace.reader import read_trace
+from specdial.simulator.acceptance import (
+    FEATURES,
+    Judged,
+    calibration,
+    fit_hazard,
+    fit_rate,
+    judged_drafts,
+)
+from specdial.simulator.lanes import read_record
+from specdial.simulator.mixing import upper_share, with_budgets
+from specdial.simulator.synthetic import Shape, write_trace
+
+
+@pytest.fixture(scope="module")
+def record(tmp_path_factory):
+    out = tmp_path_factory.mktemp("large")
+    write_trace(out, Shape(documents=12, new_tokens=200, budgets=(64, 128, 256)))
+    return read_record(read_trace(out))
+
+
+def test_only_judged_drafts_count(record):
+    """A chain contributes its accepted drafts and its first rejection, nothing after."""
+    drafts = judged_drafts(record, arms=[0])
+    run, depths = record.run[0::3], record.depths[0::3]
+    assert len(drafts.label) == int(np.minimum(run + 1, depths).sum())
+    assert drafts.label.sum() == run.sum()
+
+
+def test_a_known_hazard_is_recovered():
+    generator = np.random.default_rng(0)
+    features = generator.normal(size=(20_000, len(FEATURES)))
+    logit = 0.5 - 1.5 * features[:, 1] + 0.3 * features[:, 4]
+    label = (generator.random(20_000) < 1.0 / (1.0 + np.exp(-logit))).astype(float)
+    found = fit_hazard(Judged(features, label))
+    assert found.weights / found.scale == pytest.approx([0.0, -1.5, 0.0, 0.0, 0.3], abs=0.08)
+
+
+def test_held_out_documents_are_predicted_better_than_by_the_mean(record):
+    hazard = fit_hazard(judged_drafts(record, "train"))
+    held_out = judged_drafts(record, "test")
+    score = calibration(hazard.probability(held_out.features), held_out.label)
+    assert score.log_loss < score.base_log_loss - 0.02
+    assert score.expected_calibration_error < 0.05
+    assert sum(count for _, _, count in score.reliability) == score.n == len(held_out.label)
+
+
+def test_calibration_of_the_truth_is_small_and_of_overconfidence_large():
+    generator = np.random.default_rng(0)
+    truth = generator.random(50_000)
+    label = (generator.random(50_000) < truth).astype(float)
+    assert calibration(truth, label).expected_calibration_error < 0.01
+    assert calibration(np.where(truth > 0.5, 0.99, 0.01), label).expected_calibration_error > 0.2
+
+
+def test_rate_starts_from_what_the_record_shows(record):
+    fit = fit_rate(record, 2, "train")
+    assert fit.slope == pytest.approx(1.6, abs=0.5)
+    assert fit.bias == pytest.approx(3.2, abs=0.6)
+    assert fit.accepted_nats < fit.rejected_nats
+    assert 0.0 < fit.acceptance < 1.0
+
+
+def test_a_left_out_budget_is_predicted_from_its_neighbours(record):
+    mixed = with_budgets(record, [(0, 2, 128)], seed=0)
+    assert upper_share(64, 256, 128) == pytest.approx(0.5)
+    real, modelled = record.run[1::3].mean(), mixed.run[3::4].mean()
+    assert modelled == pytest.approx(real, rel=0.05)
+    assert [arm["draft_kv"]["budget"] for arm in mixed.arms] == [64, 128, 256, 128]
+    with pytest.raises(ValueError, match="does not lie between"):
+        upper_share(64, 256, 512)

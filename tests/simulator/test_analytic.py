@@ -1,0 +1,79 @@
+"""Closed forms, and the papers' own printed numbers."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specdial.simulator import analytic
+
+share = st.floats(0.0, 1.0)
+lengths = st.integers(1, 64)
+costs = st.floats(0.0, 5.0)
+
+
+@given(k=lengths, gamma=costs)
+def test_nothing_accepted_costs_every_draft(k, gamma):
+    assert analytic.speedup(0.0, k, gamma) == pytest.approx(1.0 / (k * gamma + 1.0))
+
+
+@given(k=lengths, alpha=share)
+def test_free_drafts_gain_every_accepted_token(k, alpha):
+    assert analytic.speedup(alpha, k, 0.0) == pytest.approx(alpha * k + 1.0)
+    assert analytic.speedup(1.0, k, 1.0) == pytest.approx(1.0)
+
+
+@given(alpha=share, gamma=costs)
+def test_no_drafts_change_nothing(alpha, gamma):
+    assert analytic.speedup(alpha, 0, gamma) == 1.0
+    assert analytic.optimal_k(np.zeros(5), max(gamma, 1e-3)) == 0
+
+
+@given(alpha=share, gamma=costs, k=st.floats(0.5, 50.0))
+def test_slope_is_the_derivative(alpha, gamma, k):
+    step = 1e-5
+    rise = analytic.speedup(alpha, k + step, gamma) - analytic.speedup(alpha, k - step, gamma)
+    assert analytic.speedup_slope(alpha, k, gamma) == pytest.approx(rise / (2 * step), abs=1e-6)
+
+
+@given(p=share, k=lengths)
+def test_geometric_acceptance_is_the_sum_of_powers_and_inverts(p, k):
+    accepted = analytic.geometric_accepted(p, k)
+    assert accepted == pytest.approx(sum(p**i for i in range(1, k + 1)), abs=1e-9)
+    assert analytic.geometric_accepted(analytic.geometric_p(accepted, k), k) == pytest.approx(accepted, abs=1e-6)
+
+
+@given(p=share, gamma=st.floats(0.01, 2.0))
+def test_the_best_k_lies_before_the_inversion(p, gamma):
+    accepted = analytic.geometric_accepted(p, np.arange(1, 33))
+    best, inverted = analytic.optimal_k(accepted, gamma), analytic.inversion_k(accepted, gamma)
+    assert inverted is None or best < inverted
+
+
+@given(k=lengths, gamma=costs, alpha=share, ratio=st.floats(0.5, 3.0))
+def test_at_the_crossover_speedup_is_one(k, gamma, alpha, ratio):
+    assert analytic.speedup(analytic.crossover_alpha(k, gamma, ratio), k, gamma, ratio) == pytest.approx(1.0)
+    if (needed := analytic.crossover_gamma(k, alpha, ratio)) > 0.0:
+        assert analytic.speedup(alpha, k, needed, ratio) == pytest.approx(1.0)
+
+
+def test_geometric_p_refuses_the_impossible():
+    with pytest.raises(ValueError, match="accepted must lie"):
+        analytic.geometric_p(5.0, 4)
+
+
+def test_two_costs_reproduce_the_fixed_k_table_of_sparsespec_l():
+    """Its printed accepted lengths and tokens/s, within 5 % from one (C_d, C_v)."""
+    k = np.array([4.0, 8.0, 12.0, 16.0, 20.0])
+    accepted = np.array([3.66, 6.75, 9.16, 11.31, 13.01])
+    tokens_per_s = np.array([7.81, 8.89, 9.99, 9.90, 9.75])
+    draft_s, verify_s = analytic.fit_two_costs(k, (accepted + 1.0) / tokens_per_s)
+    plain_s = 1.0 / 3.71
+    predicted = analytic.speedup(accepted / k, k, draft_s / verify_s, verify_s / plain_s) * 3.71
+    assert np.abs(predicted / tokens_per_s - 1.0).max() < 0.05
+    assert 0.0 < draft_s < verify_s
+
+
+def test_acceptance_of_sparsespec_l_is_geometric_with_p_of_96_percent():
+    table = {4: 3.66, 8: 6.75, 12: 9.16, 16: 11.31, 20: 13.01}
+    assert [analytic.geometric_p(a, k) for k, a in table.items()] == pytest.approx([0.96] * 5, abs=0.01)

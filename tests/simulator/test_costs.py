@@ -1,0 +1,100 @@
+"""The cost model: exact on its grid and on linear costs, marked outside, refused where nothing is known."""
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from specdial.engine.trace.reader import read_costs
+from specdial.simulator.costs import CostModel, CostRefusedError
+from specdial.simulator.measured import Measured
+from specdial.simulator.physics import fit_physics, physical_terms
+from specdial.simulator.pricing import Bins
+from specdial.simulator.synthetic import Shape, cost_us, write_synthetic_costs
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(
+    context=st.floats(256, 1024), batch=st.sampled_from([1, 2, 4]), k=st.integers(0, 8), budget=st.integers(128, 256)
+)
+def test_linear_costs_are_interpolated_exactly(costs, context, batch, k, budget):
+    assert costs.plain_us(context, batch) == pytest.approx(cost_us("plain", context, batch, 0, 0))
+    assert costs.verify_us(context, batch, k) == pytest.approx(cost_us("verify", context, batch, k, 0))
+    assert costs.draft_us(context, batch, budget) == pytest.approx(cost_us("draft", context, batch, 0, budget))
+    assert costs.select_us(context, batch, budget) == pytest.approx(cost_us("select", context, batch, 0, budget))
+    assert not costs.at("verify", context, batch, k)[1]
+
+
+def test_arrays_broadcast(costs):
+    values = costs.verify_us(np.array([300.0, 400.0])[:, None], 1, np.arange(3))
+    assert values.shape == (2, 3)
+    assert values[1, 2] == pytest.approx(cost_us("verify", 400, 1, 2, 0))
+
+
+def test_outside_the_grid_physical_terms_carry_on_and_say_so(costs):
+    for op, place in [("plain", (4096, 1, 0, 0)), ("verify", (4096, 12, 16, 0)), ("draft", (512, 12, 0, 512))]:
+        value, extrapolated = costs.at(op, *place)
+        assert extrapolated
+        assert value == pytest.approx(cost_us(op, *place), rel=0.02)
+
+
+def test_one_measured_value_holds_nearby_and_is_refused_far_away(tmp_path):
+    write_synthetic_costs(tmp_path, (1000,), (1,), Shape(budgets=(128,)))
+    model = CostModel.from_table(read_costs(tmp_path))
+    at_1000 = model.at("plain", 1000, 1)
+    assert model.at("plain", 1080, 1) == at_1000
+    for context, batch in [(1200, 1), (1000, 2)]:
+        with pytest.raises(CostRefusedError, match="measured at"):
+            model.at("plain", context, batch)
+    with pytest.raises(CostRefusedError, match="budget 128 only, not 256"):
+        model.at("draft", 1000, 1, 0, 256)
+
+
+def test_an_operation_never_measured_is_refused(costs):
+    model = CostModel({"plain": costs.measured["plain"]}, costs.meta, "a table")
+    with pytest.raises(CostRefusedError, match="no measurement of verify"):
+        model.at("verify", 300, 1, 4)
+
+
+def test_a_ragged_grid_interpolates_inside_each_part():
+    points = np.array([[1, 0, 0, 100], [1, 0, 0, 200], [2, 0, 0, 100], [2, 0, 0, 300]], float)
+    measured = Measured.of("plain", points, np.array([10.0, 20.0, 20.0, 60.0]))
+    assert measured.at(np.array([1.0, 0, 0, 150])) == (pytest.approx(15.0), False)
+    assert measured.at(np.array([2.0, 0, 0, 200])) == (pytest.approx(40.0), False)
+    assert measured.at(np.array([1.5, 0, 0, 150])) == (pytest.approx(22.5), False)
+
+
+def test_physics_recovers_its_own_coefficients():
+    generator = np.random.default_rng(0)
+    points = np.column_stack(
+        [generator.integers(1, 17, 60), np.zeros(60), generator.integers(0, 9, 60), generator.integers(256, 8192, 60)]
+    ).astype(float)
+    truth = np.array([500.0, 0.1, 7.0, 0.002])
+    fitted = fit_physics("verify", points, physical_terms("verify", points) @ truth)
+    assert fitted.coefficients == pytest.approx(truth, rel=1e-4)
+    parts = fitted.breakdown_us(points[0])
+    assert sum(parts.values()) == pytest.approx(float(fitted.predict_us(points[:1])[0]))
+
+
+def test_leave_one_out_is_small_for_a_smooth_machine_and_large_for_a_noisy_one(costs):
+    smooth = costs.leave_one_out()["verify"]
+    assert smooth["worst_frac"] < 0.1
+    assert smooth["n"] == len(costs.measured["verify"].values_us)
+    verify = costs.measured["verify"]
+    noise = np.random.default_rng(1).uniform(0.5, 1.5, len(verify.values_us))
+    noisy = CostModel({"verify": Measured.of("verify", verify.points, verify.values_us * noise)}, {}, "noise")
+    assert noisy.leave_one_out()["verify"]["median_frac"] > 2 * smooth["median_frac"]
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 4), st.floats(100, 400)), min_size=1, max_size=50))
+def test_bins_price_rounds_as_interpolation_would(found):
+    knots = np.array([100.0, 150.0, 400.0])
+    bins = Bins.empty(3, 1, 4, knots)
+    unit, k, context = (np.array(column) for column in zip(*found, strict=True))
+    bins.add(unit, np.zeros(len(unit), np.int64), k, context)
+    table = np.random.default_rng(0).random((5, 3))
+    by_bins = np.einsum("uskc,kc->u", bins.counts, table)
+    singly = np.zeros(3)
+    for u, ki, c in found:
+        singly[u] += np.interp(c, knots, table[ki])
+    assert by_bins == pytest.approx(singly)

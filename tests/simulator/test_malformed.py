@@ -1,0 +1,114 @@
+"""Damaged or foreign traces: each gives one clear error, through the real reader."""
+
+import json
+import shutil
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from specdial.engine.trace.reader import read_costs, read_trace
+from specdial.policies.errors import UserError
+from specdial.simulator.lanes import read_record
+from specdial.simulator.load import load_costs
+from specdial.simulator.synthetic import MODEL, Shape, write_synthetic_costs
+
+
+@pytest.fixture
+def damaged(trace, tmp_path):
+    """A copy of the trace to damage."""
+    shutil.copytree(trace.path, tmp_path / "trace")
+    return tmp_path / "trace"
+
+
+def edit(path, change):
+    """Rewrite one Parquet part through `change`."""
+    pq.write_table(change(pq.read_table(path)), path)
+
+
+def with_column(name, values):
+    def change(table):
+        field = table.schema.field(name)
+        column = pa.array(values(table[name].to_numpy(zero_copy_only=False).copy()), type=field.type)
+        return table.set_column(table.schema.get_field_index(name), field, column)
+
+    return change
+
+
+def first_is(value):
+    def change(values):
+        values[0] = value
+        return values
+
+    return change
+
+
+def edit_meta(path, **parts):
+    meta = json.loads((path / "meta.json").read_text())
+    (path / "meta.json").write_text(json.dumps({**meta, **parts}))
+
+
+def cast_k(table):
+    return table.set_column(table.schema.get_field_index("k"), "k", table["k"].cast(pa.float64()))
+
+
+def repeat_first(table):
+    return pa.concat_tables([table, table.slice(0, 1)])
+
+
+@pytest.mark.parametrize(
+    ("part", "change", "message"),
+    [
+        ("rounds", lambda t: t.drop_columns(["verify_us"]), "lacks the column verify_us"),
+        ("rounds", cast_k, "column k is double, not int32"),
+        ("rounds", with_column("verify_us", first_is(np.nan)), "rounds.verify_us holds NaN"),
+        ("rounds", with_column("host_us", first_is(-1.0)), "rounds.host_us holds a negative value"),
+        ("rounds", repeat_first, "rounds repeats a row of"),
+        ("rounds", with_column("doc", first_is(99)), "unknown documents"),
+        ("drafts", with_column("entropy_nats", first_is(np.nan)), "drafts.entropy_nats holds NaN"),
+        ("drafts", with_column("doc", first_is(99)), "unknown documents"),
+        ("drafts", with_column("arm", first_is(7)), "an arm that meta.json does not name"),
+        ("drafts", with_column("depth", first_is(20)), "outside depth 1..8"),
+        ("drafts", with_column("position", first_is(3)), "outside its documents' outputs"),
+        ("drafts", repeat_first, "drafts repeats a row of"),
+        ("outputs", lambda t: t.slice(0, 20).take([i for i in range(20) if i != 7]), "lacks output tokens"),
+    ],
+)
+def test_a_damaged_part_is_named(damaged, part, change, message):
+    edit(damaged / f"{part}-00000.parquet", change)
+    with pytest.raises(UserError, match=message):
+        read_record(read_trace(damaged))
+
+
+def test_a_truncated_part_is_named(damaged):
+    path = damaged / "drafts-00001.parquet"
+    path.write_bytes(path.read_bytes()[:200])
+    with pytest.raises(UserError, match=r"drafts-00001.parquet is damaged"):
+        read_trace(damaged)
+
+
+def test_a_schema_from_the_future_is_refused(damaged):
+    edit_meta(damaged, schema="specdial/trace/9")
+    with pytest.raises(UserError, match="has schema 'specdial/trace/9'"):
+        read_trace(damaged)
+
+
+def test_no_trace_at_all(tmp_path):
+    with pytest.raises(UserError, match=r"no meta.json"):
+        read_trace(tmp_path)
+
+
+def test_costs_of_another_model_are_refused(trace, tmp_path):
+    write_synthetic_costs(tmp_path, (256,), (1,), Shape())
+    assert load_costs(str(tmp_path), trace).source.startswith("cost table")
+    edit_meta(tmp_path, model={**MODEL, "name": "other", "digest": "1" * 64})
+    with pytest.raises(UserError, match="costs of another model"):
+        load_costs(str(tmp_path), trace)
+
+
+def test_a_damaged_cost_table_is_named(tmp_path):
+    write_synthetic_costs(tmp_path, (256,), (1,), Shape())
+    edit(tmp_path / "costs.parquet", with_column("median_us", first_is(np.nan)))
+    with pytest.raises(UserError, match="median_us holds NaN"):
+        read_costs(tmp_path)

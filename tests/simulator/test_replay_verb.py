@@ -1,0 +1,65 @@
+"""The replay verb: numbers out, files whole, mistakes named."""
+
+import json
+
+import pytest
+
+from specdial.policies.errors import UserError
+from specdial.policies.file import save_policy
+from specdial.policies.schema import policy_from_mapping
+from specdial.simulator.synthetic import Shape, draft_kv, write_synthetic_costs
+from specdial.simulator.verbs.replay import run
+
+KV = {"budget": 256, "sink": 4, "recent": 16}
+FIXED = {"name": "four", "controller": {"kind": "fixed", "k": 4}, "draft_kv": KV}
+
+
+@pytest.fixture
+def settings(trace, tmp_path):
+    write_synthetic_costs(tmp_path / "costs", (256, 512), (1, 2), Shape())
+    return {"trace": str(trace.path), "costs": str(tmp_path / "costs"), "policies": [FIXED]}
+
+
+def test_it_returns_and_writes_the_same_numbers(settings, tmp_path, capsys):
+    path = tmp_path / "policy.yaml"
+    save_policy(policy_from_mapping({**FIXED, "name": "filed"}), path)
+    settings["policies"].append(str(path))
+    result = run({**settings, "out": str(tmp_path / "out"), "inversion": True})
+    written = json.loads((tmp_path / "out" / "replay.json").read_text())
+    assert result["speedup"] == written["outcomes"][0]["speedup"] > 1.0
+    assert written["outcomes"][0]["speedup"] == written["outcomes"][1]["speedup"]
+    assert len(result["inversion"]) == 2 * 8
+    for budget in (draft_kv(128).budget, draft_kv(256).budget):
+        rows = [row for row in result["inversion"] if row["budget"] == budget]
+        assert sum(row["best"] for row in rows) == 1
+        tails = [row["tail"] for row in rows]
+        assert tails == sorted(tails, reverse=True)
+    printed = capsys.readouterr().out
+    assert "four" in printed
+    assert "lossless" in printed
+
+
+def test_a_second_run_elsewhere_configured_does_not_overwrite(settings, tmp_path):
+    run({**settings, "out": str(tmp_path / "out")})
+    before = (tmp_path / "out" / "replay.json").read_text()
+    with pytest.raises(UserError, match="holds another run"):
+        run({**settings, "seed": 1, "out": str(tmp_path / "out")})
+    assert (tmp_path / "out" / "replay.json").read_text() == before
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"policies": []}, "no policy to replay"),
+        ({"policies": [3]}, r"policies\[0\] must be a mapping or a path"),
+        ({"policies": [{**FIXED, "speed": 1}]}, "unknown field speed"),
+        ({"batch": 0}, "batch is 0"),
+        ({"split": "dev"}, "no finished document in split 'dev'"),
+        ({"trace": "nowhere"}, "nowhere is not a trace"),
+        ({"unknown": 1}, "unknown field unknown"),
+    ],
+)
+def test_mistakes_are_named_and_leave_nothing_behind(settings, tmp_path, change, message):
+    with pytest.raises(UserError, match=message):
+        run({**settings, "out": str(tmp_path / "out"), **change})
+    assert not (tmp_path / "out").exists()

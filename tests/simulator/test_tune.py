@@ -1,0 +1,147 @@
+"""Tune: the search finds what is there, admits when nothing is, and leaves files that load."""
+
+import json
+
+import numpy as np
+import pytest
+
+from specdial.policies.errors import UserError
+from specdial.policies.file import load_policy, policy_digest
+from specdial.simulator.lanes import read_record
+from specdial.simulator.outcome import Outcome
+from specdial.simulator.search import distribution, pareto, search
+from specdial.simulator.space import Range, Search, Space
+from specdial.simulator.synthetic import Shape, write_synthetic_costs, write_trace
+from specdial.simulator.verbs.tune import run
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """An easy and a hard trace, and costs for both."""
+    out = tmp_path_factory.mktemp("tune")
+    write_trace(out / "easy", Shape(documents=9, difficulty_nats=0.4))
+    write_trace(out / "hard", Shape(documents=9, difficulty_nats=8.0))
+    write_synthetic_costs(out / "costs", (256, 512), (1,), Shape())
+    return out
+
+
+def tune(files, tmp_path, trace="easy", **settings):
+    given = {"trace": str(files / trace), "costs": str(files / "costs"), "out": str(tmp_path / "out"), "trials": 120}
+    return run({**given, **settings}), tmp_path / "out"
+
+
+def test_an_easy_trace_pays_and_its_files_load(files, tmp_path):
+    result, out = tune(files, tmp_path)
+    study = json.loads((out / "study.json").read_text())
+    assert result["pays"]
+    assert result["speedup"] > 1.5
+    names = {path.stem for path in (out / "policies").iterdir()}
+    assert {"best", "best_fixed", "plain"} <= names
+    assert names == set(study["policies"])
+    for path in (out / "policies").iterdir():
+        policy = load_policy(path)
+        assert policy.expected["split"] == "validation"
+        assert policy.expected["low"] <= policy.expected["speedup"] <= policy.expected["high"] + 1e-9
+        assert policy.provenance["policy_digest"] == policy_digest(policy)
+    best, fixed, plain = (load_policy(out / "policies" / f"{n}.yaml") for n in ("best", "best_fixed", "plain"))
+    assert best.expected["speedup"] >= fixed.expected["speedup"] >= 1.0
+    assert fixed.controller.kind == "fixed"
+    assert plain.k_max == 0
+
+
+def test_a_hard_trace_ends_in_plain_decoding_with_the_crossover(files, tmp_path):
+    result, out = tune(files, tmp_path, trace="hard")
+    assert not result["pays"]
+    assert result["speedup"] == pytest.approx(1.0)
+    assert load_policy(out / "policies" / "best.yaml").k_max == 0
+    crossover = result["crossover"]
+    assert crossover["alpha"] < crossover["alpha_needed"]
+    assert crossover["gamma"] > crossover["gamma_needed"]
+
+
+def test_the_same_seed_gives_the_same_study(files, tmp_path):
+    tried = []
+    for i, seed in enumerate((3, 3, 4)):
+        _, out = tune(files, tmp_path / str(i), seed=seed)
+        tried.append([row["policy_digest"] for row in json.loads((out / "study.json").read_text())["tried"]])
+    assert tried[0] == tried[1] != tried[2]
+
+
+@pytest.mark.parametrize("sampler", ["nsga2", "tpe", "random"])
+def test_every_sampler_gives_as_many_trials_as_asked_for(files, tmp_path, sampler):
+    result, out = tune(files, tmp_path, sampler=sampler, trials=60)
+    study = json.loads((out / "study.json").read_text())
+    assert study["sampler"] == sampler
+    assert sum(row["points"] for row in study["tried"]) == result["trials"] == 60
+
+
+def test_a_small_space_is_searched_whole(files, tmp_path):
+    result, out = tune(files, tmp_path, search={"controllers": ["fixed"]})
+    study = json.loads((out / "study.json").read_text())
+    assert study["sampler"] == "brute"
+    assert result["distinct"] == result["trials"] == 16
+    speeds = {row["policy_digest"]: row["values"]["validation"]["speedup"] for row in study["tried"]}
+    assert result["speedup"] == max(speeds.values())
+
+
+def test_budgets_in_between_are_tried_when_asked_for(files, tmp_path):
+    _, out = tune(files, tmp_path, search={"between": True})
+    tried = json.loads((out / "study.json").read_text())["tried"]
+    assert {row["level"] for row in tried} == {"exact", "modelled"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"search": {"controllers": ["magic"]}}, "search.controllers names 'magic'"),
+        ({"search": {"k_max": 12}}, "search.k_max is 12"),
+        ({"search": {"budgets": [999]}}, "budget 999 was not recorded"),
+        ({"search": {"depth": 3}}, "unknown field search.depth"),
+        ({"trials": 0}, "trials is 0"),
+        ({"sampler": "magic"}, "sampler is 'magic'"),
+        ({"costs": None}, "no speedup can be predicted"),
+    ],
+)
+def test_mistakes_are_named_and_leave_nothing_behind(files, tmp_path, settings, message):
+    with pytest.raises(UserError, match=message):
+        tune(files, tmp_path, **settings)
+    assert not (tmp_path / "out").exists()
+
+
+def test_equal_policies_are_replayed_once(trace):
+    space = Space.of(Search(controllers=("fixed",), k_max=3), read_record(trace), gamma=0.2)
+    replayed = []
+
+    def evaluate(policies):
+        replayed.extend(policy_digest(p) for p in policies)
+        return [
+            Outcome(p, "exact", None, True, (), 1, 0, speedup=float(p.k_max), kv_bytes_per_token=1.0) for p in policies
+        ]
+
+    found = search(space, evaluate, trials=200, seed=0, sampler="random")
+    assert len(replayed) == len(set(replayed)) == len(found.tried) == 6
+    assert sum(tried.points for tried in found.tried) == 200
+
+
+def test_the_front_holds_what_nothing_beats(policy):
+    generator = np.random.default_rng(0)
+    plain = policy("none")
+    outcomes = [
+        Outcome(plain, "exact", None, True, (), 1, 0, speedup=float(s), kv_bytes_per_token=float(b))
+        for s, b in generator.random((60, 2))
+    ]
+    front = pareto(outcomes)
+    for i, outcome in enumerate(outcomes):
+        beaten = any(
+            other.speedup > outcome.speedup and other.kv_bytes_per_token < outcome.kv_bytes_per_token
+            for other in outcomes
+        )
+        assert (i in front) == (not beaten)
+
+
+@pytest.mark.parametrize("axis", [Range(1, 8, "int"), Range(0.1, 10.0, "log"), Range(64, 512, "int_log"), Range(-1, 1)])
+def test_grid_points_lie_in_the_distribution(axis):
+    wanted = distribution(axis)
+    assert all(wanted._contains(wanted.to_internal_repr(value)) for value in axis.grid()[:-1])
+    assert axis.grid()[0] == pytest.approx(axis.low)
+    assert axis.grid()[-1] == pytest.approx(axis.high)
