@@ -6,7 +6,7 @@ group may be smaller. The baseline is plain decoding in the same groups, so plai
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +19,7 @@ from specdial.simulator.lanes import Documents, Record, read_record
 from specdial.simulator.mixing import drawn, with_budgets
 from specdial.simulator.outcome import Outcome, Rounds, bootstrap_interval
 from specdial.simulator.own_time import own_time_us, was_recorded
-from specdial.simulator.pricing import Setting, knots_for, plain_time_us, tabulate
+from specdial.simulator.pricing import PriceTable, Setting, knots_for, plain_time_us, tabulate
 from specdial.simulator.summary import Frame, Tables, summarise, with_time
 from specdial.simulator.support import Support, support
 from specdial.simulator.tally import Tally, Units, tally
@@ -47,7 +47,9 @@ def replay(
     record = trace if isinstance(trace, Record) else read_record(trace)
     costs = CostModel.from_rounds(record.trace) if costs is None else costs
     record, judged = _judge(drawn(record, seed), policies, seed)
-    job = _Job(record, costs, batch, _frame(record, costs, split, batch), keep_rounds)
+    frame = _frame(record, costs, split, batch)
+    knots = knots_for(costs, float(frame.documents.start.min()), float(frame.documents.end.max()))
+    job = _Job(record, costs, batch, frame, knots, keep_rounds)
     groups: dict[tuple[str, ...], list[int]] = {}
     for i, policy in enumerate(policies):
         groups.setdefault(tuple(v.controller.kind for v in policy.variants()), []).append(i)
@@ -129,13 +131,15 @@ def _with_intervals(outcomes: list[Outcome], frame: Frame, resamples: int, seed:
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """What all chunks of one replay share."""
+    """What all chunks of one replay share. priced: price tables by setting and batch size, as far as needed."""
 
     record: Record
     costs: CostModel
     batch: int
     frame: Frame
+    knots: Floats
     keep_rounds: bool
+    priced: dict[tuple[Setting, int], PriceTable] = field(default_factory=dict)
 
     def run(self, policies: list[Policy], judged: list[Support]) -> list[Outcome]:
         """Outcomes without intervals of policies that share their controller kinds."""
@@ -160,7 +164,7 @@ class _Job:
             [policies[i] for i in live],
             [judged[i].arms for i in live],
             units=self.frame.units,
-            knots=self._knots(),
+            knots=self.knots,
             logged=range(len(live)) if self.keep_rounds else own,
         )
         for place, i in enumerate(live):
@@ -171,15 +175,16 @@ class _Job:
                 outcomes[i] = replace(outcomes[i], round_log=found.logs[place])
         return outcomes
 
-    def _knots(self) -> Floats:
-        documents = self.frame.documents
-        return knots_for(self.costs, float(documents.start.min()), float(documents.end.max()))
-
     def _tables(self, policy: Policy) -> Tables:
-        sizes = np.unique(self.frame.units.sizes).tolist()
-        settings = [Setting.of(policy, variant) for variant in policy.variants()]
-        knots = self._knots()
-        return {(v, n): tabulate(self.costs, s, n, knots) for v, s in enumerate(settings) for n in sizes}
+        """Price tables of every variant and batch size. Raises CostRefusedError."""
+        found: Tables = {}
+        for v, variant in enumerate(policy.variants()):
+            wanted = Setting.of(policy, variant)
+            for size in np.unique(self.frame.units.sizes).tolist():
+                if (wanted, size) not in self.priced:
+                    self.priced[wanted, size] = tabulate(self.costs, wanted, size, self.knots)
+                found[v, size] = self.priced[wanted, size]
+        return found
 
     def _was_recorded(self, policy: Policy) -> bool:
         return was_recorded(self.record.trace, policy, self.batch)
