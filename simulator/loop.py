@@ -94,7 +94,7 @@ def rounds(
         if not active.any():
             return
         first_cell = (offset + np.minimum(position, end - 1) - start) * width
-        variant = cells.choose(position) if cells else np.zeros(len(position), np.int64)
+        variant = cells.choose(position, active) if cells else np.zeros(len(position), np.int64)
         k = np.zeros(len(position), np.int64)
         arm_cell = first_cell.copy()
         lives = []
@@ -178,9 +178,9 @@ class _Cells:
         default = np.array([len(policy.cells) for policy in policies])
         return cls(low, high, fits, default, np.arange(0, count, batch), sizes)
 
-    def choose(self, position: Ints) -> Ints:
-        """[sequences] index of the variant in force, by the longest context of each batch."""
-        by_document = position.reshape(len(self.default), -1)
+    def choose(self, position: Ints, active: Bools) -> Ints:
+        """[sequences] index of the variant in force, by the longest context still decoding in each batch."""
+        by_document = np.where(active, position, 0).reshape(len(self.default), -1)
         context = np.repeat(np.maximum.reduceat(by_document, self.starts, axis=1), self.sizes, axis=1)[:, None, :]
         covers = self.fits_batch & (self.low[:, :, None] <= context) & (context < self.high[:, :, None])
         chosen = np.where(covers.any(axis=1), covers.argmax(axis=1), self.default[:, None])

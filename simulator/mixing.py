@@ -19,8 +19,11 @@ Ints = npt.NDArray[np.int64]
 
 
 def drawn(record: Record, seed: int) -> Record:
-    """The record with `run` drawn from accept_prob where decoding was sampled; a greedy record is returned as it is."""
-    if record.accept_prob is None:
+    """The record with `run` drawn from accept_prob where decoding was sampled and every position recorded.
+
+    Other records are returned as they are: greedy ones are exact, and sparse ones hold only what really happened.
+    """
+    if record.accept_prob is None or not record.trace.meta["dense"]:
         return record
     arms = max(len(record.arms), 1)
     depth, cells = record.accept_prob.shape

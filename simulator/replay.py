@@ -187,7 +187,8 @@ class _Job:
         return found
 
     def _was_recorded(self, policy: Policy) -> bool:
-        return was_recorded(self.record.trace, policy, self.batch)
+        whole = len(self.frame.documents) == len(self.record.documents)  # a split regroups batches
+        return was_recorded(self.record.trace, policy, self.batch) and (whole or self.batch == 1)
 
     def _with_own_time(self, outcome: Outcome, found: Tally, place: int) -> Outcome:
         """Replace the medians by the recorded time of the very same rounds."""

@@ -73,7 +73,7 @@ class Space:
         unknown = [kind for kind in search.controllers if kind not in CONTROLLERS]
         if unknown:
             raise UserError(f"search.controllers names {unknown[0]!r}", f"use some of {', '.join(CONTROLLERS)}")
-        if not record.arms:
+        if not record.arms or record.k_max < 1:
             raise UserError("the trace has no recorded drafts to tune on", "record with dense=true")
         if search.k_max is not None and search.k_max > record.k_max:
             raise UserError(f"search.k_max is {search.k_max}", f"the trace recorded up to {record.k_max}")

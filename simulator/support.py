@@ -1,7 +1,8 @@
 """What a record can say about a policy: exactly, by a model, or nothing, and why.
 
-exact: greedy decoding, a lossless policy, its drafter and selection recorded, no draft longer than recorded.
-modelled: sampled decoding (acceptance drawn from recorded probabilities) or a budget between recorded ones.
+exact: greedy decoding, a lossless policy, its drafter and selection recorded, no draft longer than recorded; or the
+very policy that was recorded. modelled: sampled decoding (acceptance drawn from recorded probabilities) or a budget
+between recorded ones.
 refused: everything else; the reason names the setting.
 """
 
@@ -56,7 +57,7 @@ def support(record: Record, policy: Policy) -> Support:
         reasons.append(f"budget {variant.draft_kv.budget} lies between recorded ones")
         arms.append(neighbours[0])
         between.append((*neighbours, variant.draft_kv.budget))
-    if record.sampled and policy.k_max > 0:
+    if record.sampled and policy.k_max > 0 and record.trace.meta["dense"]:
         level = "modelled"
         reasons.append("sampled decoding: acceptance drawn from recorded probabilities")
     return Support(level, "; ".join(dict.fromkeys(reasons)) or None, tuple(arms), tuple(between))

@@ -112,7 +112,12 @@ def _write(job: _Run, found: Found, choice: Choice) -> dict[str, Any]:
             named[f"pareto-{len(named) - 2:02d}"] = outcome
     for name, outcome in named.items():
         expected = expected_block(job, outcome, digest)
-        stamp = {**provenance(), "trace_digest": digest, "policy_digest": policy_digest(outcome.policy)}
+        stamp = {
+            **provenance(),
+            "model_digest": job.record.trace.meta["model"]["digest"],
+            "trace_digest": digest,
+            "policy_digest": policy_digest(outcome.policy),
+        }
         policy = replace(outcome.policy, name=_file_name(name, outcome.policy), expected=expected, provenance=stamp)
         save_policy(policy, out / "policies" / f"{name}.yaml")
     write_json_atomic(out / "study.json", _study(job, found, choice, sorted(named)))

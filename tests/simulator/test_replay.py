@@ -35,7 +35,7 @@ def slow_rounds(trace, policy, batch):
         end = [output[d["doc"]] for d in group]
         number = 0
         while any(a < b for a, b in zip(n, end, strict=True)):
-            v = policy.variant_index(max(n), len(group))
+            v = policy.variant_index(max(a for a, b in zip(n, end, strict=True) if a < b), len(group))
             controller = controllers[v]
             wanted = variants[v].draft_kv.budget
             arm = next(a["arm"] for a in trace.meta["arms"] if a["draft_kv"]["budget"] == wanted)
@@ -159,14 +159,15 @@ def priced_slowly(trace, costs, outcome, batch):
         group = [d["doc"] for d in documents[first : first + batch]]
         size = len(group)
         for number in range(max(len(by_doc[d]) for d in group)):
-            contexts, ks = [], []
+            contexts, ks, going = [], [], []
             for doc in group:
                 log = by_doc[doc]
                 live = number < len(log)
                 contexts.append(log[number][2] if live else log[-1][2] + log[-1][5])
                 ks.append(log[number][3] if live else 0)
+                going += [contexts[-1]] if live else []
             context, k = sum(contexts) / size, max(ks)
-            variant = policy.variants()[policy.variant_index(max(contexts), size)]
+            variant = policy.variants()[policy.variant_index(max(going), size)]
             if policy.k_max == 0:
                 total += float(costs.plain_us(context, size))
                 continue
