@@ -71,16 +71,6 @@ class ModelConfig:
         if factors is not None and len(factors) != self.head_dim // 2:
             raise UserError(f"{self.name}: {len(factors)} RoPE factors for head dim {self.head_dim}", "repair the file")
 
-    @property
-    def group(self) -> int:
-        """Query heads per kv head."""
-        return self.heads // self.kv_heads
-
-    @property
-    def kv_elements_per_token(self) -> int:
-        """Numbers of K and V kept per token over all layers; times the dtype's size gives bytes."""
-        return 2 * self.layers * self.kv_heads * self.head_dim
-
     def check_context(self, context_tokens: int) -> None:
         """Raise UserError if `context_tokens` (prompt and output) is more than the model can attend to exactly."""
         if context_tokens <= self.max_context_tokens:

@@ -40,9 +40,9 @@ class Layer:
 class Decoder:
     """A decoder's weights on one device in one dtype. Build it with `from_weights`.
 
-    row_block: matrix products run over multiples of this many rows (1: as they come). BLAS picks another kernel, with
-    other rounding, for 1 row than for 5; with 4, MKL gives a row the same bits whatever shares the batch. It costs
-    plain decode time, so it is for checks that compare token for token, never for timing.
+    row_block: matrix products run over multiples of this many rows (1: as they come). A BLAS rounds 1 row otherwise
+    than 5; with 4, MKL was seen to give a row the same bits whatever shares the batch, in whole forward passes. It
+    costs plain decode time, so it is for checks that compare token for token, never for timing.
     """
 
     row_block: int = 1

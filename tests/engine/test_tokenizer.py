@@ -2,8 +2,8 @@
 
 Oracles: for a folder, transformers reading the same tokenizer.json; for GGUF metadata, transformers' own Qwen2
 tokenizer class, and a naive BPE written here over the regexes that llama.cpp lists for each pre-tokenizer
-(llama-vocab.cpp), run by the `regex` module. Transformers' GGUF reader is no oracle for smollm: it drops that
-pre-tokenizer's rule that digits stand alone.
+(llama-vocab.cpp), run by the `regex` module. Transformers' GGUF reader is no oracle: it drops smollm's rule that
+digits stand alone and Qwen2's NFC, both of which are in those models' own tokenizer.json.
 """
 
 import json

@@ -101,6 +101,7 @@ def dequantisable():
             kinds.append((kind, block, size))
         except (NotImplementedError, KeyError, TypeError):
             continue
+    assert {Kind.Q4_K, Kind.Q6_K, Kind.IQ4_XS, Kind.MXFP4} <= {kind for kind, *_ in kinds}
     return kinds
 
 
