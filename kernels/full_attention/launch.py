@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 import triton
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from specdial.kernels.full_attention.mass import normalise_kernel
 from specdial.kernels.full_attention.statistics import TILE_TOKENS, Granularity, Statistics
@@ -26,6 +27,7 @@ class Tiling:
     stages: int
     per_sm: int
     precision: str
+    tma: bool = False
 
 
 def choose_tiling(rows: int, head_dim: int, dtype: torch.dtype) -> Tiling:
@@ -35,7 +37,7 @@ def choose_tiling(rows: int, head_dim: int, dtype: torch.dtype) -> Tiling:
     block_m = 16 if rows <= 16 else 32 if rows <= 32 else 64
     if head_dim > 128:
         return Tiling(block_m=min(block_m, 32), warps=4, stages=2, per_sm=1, precision="ieee")
-    return Tiling(block_m=block_m, warps=4, stages=3, per_sm=3 if block_m < 64 else 2, precision="ieee")
+    return Tiling(block_m=block_m, warps=4, stages=3, per_sm=2, precision="ieee")
 
 
 def choose_slots(batch: int, programs_per_slot: int, resident: int) -> int:
@@ -51,6 +53,23 @@ def choose_slots(batch: int, programs_per_slot: int, resident: int) -> int:
 def multiprocessors(device_index: int) -> int:
     """Multiprocessors of a CUDA device."""
     return torch.cuda.get_device_properties(device_index).multi_processor_count
+
+
+def launch_options(device: torch.device) -> dict[str, bool]:
+    """Programmatic dependent launch where the device has it (sm_90): launch option and compile-time flag."""
+    early = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+    return {"PDL": True, "launch_pdl": True} if early else {"PDL": False}
+
+
+def row_descriptor(cache: torch.Tensor) -> TensorDescriptor | None:
+    """[B, Hk, S, D] as rows [., D] for the copy engine, or None where the strides do not allow it."""
+    sb, sh, ss, _ = cache.stride()
+    size = cache.element_size()
+    if ss == 0 or sb % ss or sh % ss or ss * size % 16 or cache.data_ptr() % 16:
+        return None
+    B, Hk, S, D = cache.shape
+    rows = ((B - 1) * sb + (Hk - 1) * sh) // ss + S
+    return TensorDescriptor(cache, [rows, D], [ss, 1], [TILE_TOKENS, D])
 
 
 def full_attention_triton(
@@ -80,23 +99,26 @@ def full_attention_triton(
     raw = None
     if granularity is not None:
         raw = _empty_statistics(q, B, Hk, S, M, G, granularity=granularity, page_tokens=page_tokens)
+    k_rows, v_rows = (row_descriptor(k_cache), row_descriptor(v_cache)) if tiling.tma else (None, None)
+    tma = k_rows is not None and v_rows is not None
+    early = launch_options(q.device)
     mass_code = {None: 0, "page": 1, "token": 2}[granularity]
     split_kernel[(Hk * m_tiles, B + slots)](
-        q, k_cache, v_cache, lengths, part_out, part_lse,
+        q, k_cache, v_cache, k_rows if tma else k_cache, v_rows if tma else v_cache, lengths, part_out, part_lse,
         part_lse if raw is None else raw.log_mass,
         part_lse if raw is None or raw.tile_max is None else raw.tile_max,
         *q.stride()[:3], *k_cache.stride()[:3], *v_cache.stride()[:3],
         B, S, T, M, slots, m_tiles, D**-0.5 / math.log(2.0),
         G=G, D=D, BLOCK_M=tiling.block_m, BLOCK_N=TILE_TOKENS, BLOCK_B=block_b,
-        MASS=mass_code, PAGE=page_tokens, PRECISION=tiling.precision,
-        num_warps=tiling.warps, num_stages=tiling.stages,
+        MASS=mass_code, PAGE=page_tokens, PRECISION=tiling.precision, TMA=tma,
+        num_warps=tiling.warps, num_stages=tiling.stages, **early,
     )  # fmt: skip
     parts = min(64, triton.next_power_of_2(triton.cdiv(slots, B) + 1))
     merge_kernel[(M, B * Hk)](
         part_out, part_lse, lengths, out, part_lse if raw is None else raw.lse, *out.stride()[:3],
         B, S, M, slots,
         G=G, D=D, BLOCK_N=TILE_TOKENS, BLOCK_B=block_b, BLOCK_PARTS=parts, WITH_LSE=raw is not None,
-        num_warps=4 if parts > 8 else 1,
+        num_warps=4 if parts > 8 else 1, **early,
     )  # fmt: skip
     return out, raw
 
@@ -110,6 +132,7 @@ def normalise_triton(raw: Statistics, lengths: torch.Tensor) -> torch.Tensor:
     normalise_kernel[(triton.cdiv(width, block), T, B * Hk)](
         mass, raw.log_mass, raw.lse if raw.tile_max is None else raw.tile_max, raw.lse, lengths, Hk, T, width,
         G=raw.group, KIND=1 if raw.granularity == "page" else 2, UNIT=raw.unit_tokens, TILE=TILE_TOKENS, BLOCK=block,
+        **launch_options(raw.lse.device),
     )  # fmt: skip
     return mass
 

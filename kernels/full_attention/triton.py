@@ -10,6 +10,16 @@ import triton.language as tl
 
 
 @triton.jit
+def await_previous():
+    """Programmatic dependent launch: this kernel was launched early, wait for the one before it, let the next come.
+
+    Called before anything is read or written, so it hides launch latency and changes no ordering.
+    """
+    tl.extra.cuda.gdc_wait()
+    tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
 def split_plan(lengths, B, more, most_tiles, slots, BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr):
     """Share the tiles of all sequences over `slots` programs: (tiles [BLOCK_B], chunks [BLOCK_B], chunk).
 
@@ -79,13 +89,18 @@ def _attend(
 
 @triton.jit
 def split_kernel(
-    q, k, v, lengths, part_out, part_lse, log_mass, tile_max,
+    q, k, v, k_desc, v_desc, lengths, part_out, part_lse, log_mass, tile_max,
     q_sb, q_st, q_sh, k_sb, k_sh, k_ss, v_sb, v_sh, v_ss,
     B, S, T, M, slots, m_tiles, scale_log2,
     G: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr,
-    MASS: tl.constexpr, PAGE: tl.constexpr, PRECISION: tl.constexpr,
+    MASS: tl.constexpr, PAGE: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Attention of one row tile over one chunk of keys: partial output and log-sum-exp (base 2)."""
+    """Attention of one row tile over one chunk of keys: partial output and log-sum-exp (base 2).
+
+    With TMA, k_desc and v_desc describe the caches as rows [., D] in tiles of BLOCK_N rows; else they are not read.
+    """
+    if PDL:
+        await_previous()
     kv_head = tl.program_id(0) // m_tiles
     kv_heads = tl.num_programs(0) // m_tiles
     part = tl.program_id(1)  # 0 .. B-1: masked end of a sequence; B .. B+slots-1: full tiles
@@ -150,15 +165,25 @@ def split_kernel(
             mass_ptr += mass_step
             max_ptr += max_step
     else:
+        k_row = ((b64 * k_sb + kv_head.to(tl.int64) * k_sh) // k_ss + first_key).to(tl.int32)
+        v_row = ((b64 * v_sb + kv_head.to(tl.int64) * v_sh) // v_ss + first_key).to(tl.int32)
         for _ in tl.range(begin, stop):
-            k_tile = tl.load(k_ptrs)  # [D, BLOCK_N]
-            v_tile = tl.load(v_ptrs)  # [BLOCK_N, D]
+            if TMA:
+                k_tile = tl.trans(k_desc.load([k_row, 0]))  # [D, BLOCK_N]
+                v_tile = v_desc.load([v_row, 0])  # [BLOCK_N, D]
+            else:
+                k_tile = tl.load(k_ptrs)
+                v_tile = tl.load(v_ptrs)
             acc, total, top = _attend(
                 acc, total, top, q_tile, k_tile, v_tile, scale_log2, True, mass_ptr, max_ptr, M, row_ok, BLOCK_N,
                 False, MASS, PAGE, PRECISION,
             )  # fmt: skip
-            k_ptrs += BLOCK_N * k_ss
-            v_ptrs += BLOCK_N * v_ss
+            if TMA:
+                k_row += BLOCK_N
+                v_row += BLOCK_N
+            else:
+                k_ptrs += BLOCK_N * k_ss
+                v_ptrs += BLOCK_N * v_ss
             mass_ptr += mass_step
             max_ptr += max_step
     place = (kv_head.to(tl.int64) * (B + slots) + part) * M + rows  # [BLOCK_M]
@@ -170,9 +195,11 @@ def split_kernel(
 def merge_kernel(
     part_out, part_lse, lengths, out, lse, o_sb, o_st, o_sh, B, S, M, slots,
     G: tl.constexpr, D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_PARTS: tl.constexpr,
-    WITH_LSE: tl.constexpr,
+    WITH_LSE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Combine the parts of one packed row: out = sum 2^(lse_i - lse) out_i. Parts nobody wrote are never read."""
+    if PDL:
+        await_previous()
     row = tl.program_id(0)
     kv_heads = tl.num_programs(1) // B
     b = tl.program_id(1) // kv_heads

@@ -6,7 +6,7 @@ import math
 import torch
 import triton
 
-from specdial.kernels.full_attention.launch import Tiling, choose_slots, resident
+from specdial.kernels.full_attention.launch import Tiling, choose_slots, launch_options, resident
 from specdial.kernels.full_attention.statistics import TILE_TOKENS
 from specdial.kernels.head_scores.triton import scores_kernel, sum_kernel
 
@@ -59,13 +59,13 @@ def head_scores_triton(
         *q.stride()[:3], *k_cache.stride()[:3],
         B, S, R, M, slots, m_tiles, D**-0.5 / math.log(2.0),
         G=H // Hk, D=D, WIDTH=width, BLOCK_M=block_m, BLOCK_N=TILE_TOKENS, BLOCK_B=block_b,
-        PRECISION=tiling.precision, num_warps=tiling.warps, num_stages=tiling.stages,
+        PRECISION=tiling.precision, num_warps=tiling.warps, num_stages=tiling.stages, **launch_options(q.device),
     )  # fmt: skip
     sum_kernel[(triton.cdiv(S, SUM_BLOCK), B)](
         scores, part_lse, lengths, table, weights, result,
         B, S, R, M, slots, groups,
         WIDTH=width, BLOCK_N=TILE_TOKENS, BLOCK_B=block_b,
         BLOCK_PARTS=min(64, triton.next_power_of_2(triton.cdiv(slots, B))), BLOCK=SUM_BLOCK, ADD=out is not None,
-        num_warps=4,
+        num_warps=4, **launch_options(q.device),
     )  # fmt: skip
     return result

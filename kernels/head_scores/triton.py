@@ -6,7 +6,7 @@ The scores pass through memory once, 4 bytes per key and row, beside the 2*D byt
 import triton
 import triton.language as tl
 
-from specdial.kernels.full_attention.triton import split_plan
+from specdial.kernels.full_attention.triton import await_previous, split_plan
 
 
 @triton.jit
@@ -15,12 +15,14 @@ def scores_kernel(
     q_sb, q_st, q_sh, k_sb, k_sh, k_ss,
     B, S, R, M, slots, m_tiles, scale_log2,
     G: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_B: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_B: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Scores (base 2) of one kv head's chosen query heads over one chunk of keys, and their log-sum-exp.
 
     heads: [groups, WIDTH] query heads by kv head, -1 where a kv head has fewer; packed row = r * WIDTH + column.
     """
+    if PDL:
+        await_previous()
     group = tl.program_id(0) // m_tiles
     groups = tl.num_programs(0) // m_tiles
     slot = tl.program_id(1)
@@ -72,9 +74,11 @@ def sum_kernel(
     scores, part_lse, lengths, heads, row_weights, out,
     B, S, R, M, slots, groups,
     WIDTH: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_PARTS: tl.constexpr,
-    BLOCK: tl.constexpr, ADD: tl.constexpr,
+    BLOCK: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """out[b, keys] (+)= sum of weight * 2^(score - lse) over the rows of every group, in a fixed order."""
+    if PDL:
+        await_previous()
     b = tl.program_id(1)
     length = tl.load(lengths + b).to(tl.int32)
     _, chunks, _ = split_plan(lengths, B, R + BLOCK_N - 1, tl.cdiv(S, BLOCK_N), slots, BLOCK_N, BLOCK_B)

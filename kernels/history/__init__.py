@@ -29,7 +29,7 @@ def push_rows(
     the raw `Statistics` of that verification, whose committed rows are normalised here (S then counts keys or pages);
     committed: [B] integer, only rows t < committed[b] are stored, at slot (lengths[b]+t) % W. The slot depends on the
     position alone, so the ring's content, and the order of any sum over it, are functions of the committed sequence.
-    score: optional [B, Hk, S] float32, set to the sum over the ring in slot order (the windowed history score).
+    score: optional [B, Hk, S] float32, set to the ring's sum over slots, in a fixed order (the windowed score).
     Raises ValueError on a wrong shape, dtype, device or backend.
     """
     check_shape("ring", ring, (None, None, None, None))

@@ -3,8 +3,9 @@
 import torch
 import triton
 
+from specdial.kernels.full_attention.launch import launch_options
 from specdial.kernels.full_attention.statistics import TILE_TOKENS, Statistics
-from specdial.kernels.history.triton import decay_rows_kernel, push_rows_kernel, push_rows_score_kernel
+from specdial.kernels.history.triton import decay_rows_kernel, push_rows_kernel
 
 
 def push_rows_triton(
@@ -18,12 +19,12 @@ def push_rows_triton(
     """See `push_rows`; arguments are validated by the caller."""
     B, Hk, W, S = ring.shape
     sources, rows, width, kind = _sources(mass)
-    block = _block(S)
-    kernel = push_rows_kernel if score is None else push_rows_score_kernel
-    grid = (triton.cdiv(S, block), W if score is None else 1, B * Hk)
-    kernel[grid](
+    block_w = triton.next_power_of_2(W)
+    block = max(16, min(1024 // block_w, 16 if S * B * Hk <= 1 << 16 else 64))  # small, to spread short rings
+    push_rows_kernel[(triton.cdiv(S, block), B * Hk)](
         ring, *sources, lengths, committed, ring if score is None else score, Hk, rows, W, S, width,
-        **kind, TILE=TILE_TOKENS, BLOCK=block,
+        **kind, TILE=TILE_TOKENS, BLOCK_W=block_w, BLOCK=block, SCORE=score is not None,
+        **launch_options(ring.device),
     )  # fmt: skip
 
 
@@ -38,14 +39,11 @@ def decay_rows_triton(
     """See `decay_rows`; arguments are validated by the caller."""
     B, Hk, S = score.shape
     sources, rows, width, kind = _sources(mass)
-    block = _block(S)
+    block = 512 if S >= 4096 else 64
     decay_rows_kernel[(triton.cdiv(S, block), B * Hk)](
-        score, *sources, lengths, committed, float(decay), Hk, rows, S, width, **kind, TILE=TILE_TOKENS, BLOCK=block
-    )
-
-
-def _block(width: int) -> int:
-    return 512 if width >= 4096 else 64
+        score, *sources, lengths, committed, float(decay), Hk, rows, S, width, **kind, TILE=TILE_TOKENS, BLOCK=block,
+        **launch_options(score.device),
+    )  # fmt: skip
 
 
 def _sources(mass: torch.Tensor | Statistics) -> tuple[tuple[torch.Tensor, ...], int, int, dict[str, int]]:

@@ -4,62 +4,49 @@ import triton
 import triton.language as tl
 
 from specdial.kernels.full_attention.mass import row_mass
-
-
-@triton.jit
-def _row_of_slot(slot, length, committed, W):
-    """The committed row that lands in `slot`, the last one if several would; negative if none does."""
-    last = committed - 1
-    behind = (length + last - slot) % W  # positions between the last committed row and the slot's
-    return tl.where(committed > 0, last - tl.where(behind < 0, behind + W, behind), -1)
+from specdial.kernels.full_attention.triton import await_previous
 
 
 @triton.jit
 def push_rows_kernel(
     ring, mass, tile_max, lse, lengths, committed, score, Hk, T, W, S, width,
-    G: tl.constexpr, KIND: tl.constexpr, UNIT: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
+    G: tl.constexpr, KIND: tl.constexpr, UNIT: tl.constexpr, TILE: tl.constexpr,
+    BLOCK_W: tl.constexpr, BLOCK: tl.constexpr, SCORE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One slot of the ring (program axis 1), one block of entries: written if a committed row lands there."""
-    head = tl.program_id(2).to(tl.int64)
+    """All slots of one block of entries at once: write the slots a committed row lands in, and sum the ring."""
+    if PDL:
+        await_previous()
+    head = tl.program_id(1).to(tl.int64)
     length = tl.load(lengths + head // Hk).to(tl.int32)
     rows = tl.minimum(tl.load(committed + head // Hk).to(tl.int32), T)
-    slot = tl.program_id(1)
-    t = _row_of_slot(slot, length, rows, W)
-    if t >= 0:
-        entries = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-        values = row_mass(mass, tile_max, lse, length, head, t, entries, T, width, G, KIND, UNIT, TILE)
-        tl.store(ring + (head * W + slot) * S + entries, values, mask=entries < S)
-
-
-@triton.jit
-def push_rows_score_kernel(
-    ring, mass, tile_max, lse, lengths, committed, score, Hk, T, W, S, width,
-    G: tl.constexpr, KIND: tl.constexpr, UNIT: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """All slots of one block of entries: write the committed rows and sum the ring in slot order."""
-    head = tl.program_id(2).to(tl.int64)
-    length = tl.load(lengths + head // Hk).to(tl.int32)
-    rows = tl.minimum(tl.load(committed + head // Hk).to(tl.int32), T)
-    entries = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    total = tl.zeros([BLOCK], dtype=tl.float32)
-    for slot in range(W):
-        t = _row_of_slot(slot, length, rows, W)
-        place = ring + (head * W + slot) * S + entries
-        if t >= 0:
-            values = row_mass(mass, tile_max, lse, length, head, t, entries, T, width, G, KIND, UNIT, TILE)
-            tl.store(place, values, mask=entries < S)
-        else:
-            values = tl.load(place, mask=entries < S, other=0.0)
-        total += values
-    tl.store(score + head * S + entries, total, mask=entries < S)
+    slot = tl.arange(0, BLOCK_W)[:, None]  # [BLOCK_W, 1]
+    entries = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[None, :]  # [1, BLOCK]
+    # The last committed row is rows - 1; a slot takes the row as many positions behind it as the slot is behind its
+    # own. Older rows that would land in the same slot are gone, and negative means that none lands there.
+    last = rows - 1
+    behind = (length + last - slot) % W
+    behind = tl.where(behind < 0, behind + W, behind)
+    t = tl.where((slot < W) & (rows > 0), last - behind, -1)  # [BLOCK_W, 1]
+    values = row_mass(mass, tile_max, lse, length, head, t, entries, T, width, G, KIND, UNIT, TILE)
+    place = ring + (head * W + slot) * S + entries
+    inside = (slot < W) & (entries < S)
+    if SCORE:
+        kept = tl.load(place, mask=inside & (t < 0), other=0.0)
+        total = tl.sum(tl.where(t < 0, kept, values), axis=0)  # [BLOCK]
+        own = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        tl.store(score + head * S + own, total, mask=own < S)
+    tl.store(place, values, mask=inside & (t >= 0))
 
 
 @triton.jit
 def decay_rows_kernel(
     score, mass, tile_max, lse, lengths, committed, decay, Hk, T, S, width,
     G: tl.constexpr, KIND: tl.constexpr, UNIT: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """One block of entries: score = decay * score + row, committed rows in order."""
+    if PDL:
+        await_previous()
     head = tl.program_id(1).to(tl.int64)
     length = tl.load(lengths + head // Hk).to(tl.int32)
     rows = tl.minimum(tl.load(committed + head // Hk).to(tl.int32), T)
