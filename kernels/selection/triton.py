@@ -1,78 +1,40 @@
-"""Exact top-k of every row in one launch: a binary search for the threshold, then an ordered compaction.
+"""Exact top-k of every row in Triton: a binary search for the threshold, then an ordered compaction. Nothing is sorted.
 
-A program holds one chunk of a row in registers as order-preserving integers, halves the interval around the k-th
-largest until exactly k keys lie above (or one value, then a tie, is left) and writes the chosen positions in ascending
-order. Nothing is sorted and nothing is read twice. Rows longer than a chunk take more launches: every chunk keeps its
-own best `budget` keys, and programs merge those lists the same way. Leaves out NaN scores.
+Short rows take one launch: a program holds the row in registers as order-preserving integers and halves the interval
+around the k-th largest until exactly k keys lie above it, or one value, then a tie, is left. Longer rows take a launch
+before it, which reads the scores once: every chunk keeps the keys that reach a lower bound of its k-th largest, found
+from the maxima of small groups; when too many reach it (ties, huge budgets), the chunk's own exact best. Merging these
+lists is the same search. Leaves out NaN scores.
 """
 
 import itertools
+from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 
-CHUNK_KEYS = 32768  # most keys one program holds in registers
+from specdial.kernels.selection.search import (
+    INVALID,
+    best,
+    bits_below,
+    bound_below,
+    count_bits,
+    lowest_bit,
+    order_key,
+)
+
+DIRECT_KEYS = 4096  # rows up to this take one launch
+CHUNK_KEYS = 32768  # most keys a program holds
 KEYS_PER_THREAD = 32
-TILE_KEYS = 128  # keys a warp places at a time: four a thread
-INVALID = tl.constexpr(-(2**31))  # below every float's key
-PROTECTED = tl.constexpr(2**31 - 1)  # above every float's key
 
 
 @triton.jit
-def _order_key(x):
-    """Map float32 to int32 so that integer order is float order; both zeros map to 0."""
-    bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
-    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
-
-
-@triton.jit
-def _threshold(keys, valid_keys, k):
-    """Return (t, ties): the k best keys are those above t and the first `ties` (or all, if fewer) equal to t.
-
-    The interval [low, high) always has count(keys >= low) >= k > count(keys >= high) = above.
-    """
-    above = tl.sum((keys == PROTECTED).to(tl.int32), axis=0)
-    low = tl.min(tl.where(keys == INVALID, PROTECTED, keys), axis=0).to(tl.int64)
-    high = tl.max(tl.where(keys == PROTECTED, INVALID, keys), axis=0).to(tl.int64) + 1
-    take_all = valid_keys <= k
-    only_protected = above >= k
-    low = tl.where(only_protected, tl.full([], 2**31 - 1, tl.int64), low)
-    high = tl.where(take_all | only_protected, low + 1, high)
-    above = tl.where(take_all | only_protected, 0, above)
-    while high - low > 1:
-        middle = (low + high) >> 1
-        count = tl.sum((keys >= middle.to(tl.int32)).to(tl.int32), axis=0)
-        exact = count == k
-        low = tl.where(count >= k, middle, low)
-        above = tl.where(exact, 0, tl.where(count < k, count, above))
-        high = tl.where(exact, middle + 1, tl.where(count < k, middle, high))
-    return low.to(tl.int32), k - above
-
-
-@triton.jit
-def _place(keys, positions, threshold, ties, over, level, out_keys, out_positions, KEEP_KEYS: tl.constexpr):
-    """Write a tile's chosen keys in the order they stand, ties to the first.
-
-    over, level: how many keys before this tile lie above the threshold and on it; returned with this tile's added.
-    """
-    is_over = keys > threshold  # never an invalid key: the threshold is a valid one, or PROTECTED when there is none
-    is_level = keys == threshold
-    packed = is_over.to(tl.int32) + (is_level.to(tl.int32) << 16)  # both counts in one scan; a tile has < 2**15 keys
-    before = tl.cumsum(packed, axis=0) - packed
-    level_before = level + (before >> 16)
-    slot = over + (before & 0xFFFF) + tl.minimum(level_before, ties)
-    chosen = is_over | (is_level & (level_before < ties))
-    tl.store(out_positions + slot, positions, mask=chosen)
-    if KEEP_KEYS:
-        tl.store(out_keys + slot, keys, mask=chosen)
-    total = tl.sum(packed, axis=0)
-    return over + (total & 0xFFFF), level + (total >> 16)
-
-
-@triton.jit
-def _finish(row, batch, k, length, budget, indices, counts, ROWS: tl.constexpr, PAD: tl.constexpr):
-    """Fill slots k .. budget with the last valid index and write the sequence's count once."""
+def _write(chosen, positions, indices, counts, row, batch, length, budget, ROWS: tl.constexpr, PAD: tl.constexpr):
+    """Write a row's chosen positions in order, fill up with its last valid index, and write the count once."""
+    one = chosen.to(tl.int32)
+    tl.store(indices + tl.cumsum(one, axis=0) - one, positions, mask=chosen)
+    k = tl.minimum(length, budget)
     slots = tl.arange(0, PAD)
     last = tl.maximum(length - 1, 0)
     for first in range(k, budget, PAD):
@@ -82,95 +44,140 @@ def _finish(row, batch, k, length, budget, indices, counts, ROWS: tl.constexpr, 
 
 
 @triton.jit
-def _score_keys(scores, positions, length, sink, recent):
-    """Order keys of the scores at `positions`: protected ones highest, those past the length lowest."""
-    valid = positions < length
-    x = tl.load(scores + positions, mask=valid, other=0.0).to(tl.float32)
-    protected = (positions < sink) | (positions >= length - recent)
-    return tl.where(valid, tl.where(protected, PROTECTED, _order_key(x)), INVALID)
-
-
-@triton.jit
-def _select_chunk(
-    scores, lengths, indices, counts, list_keys, list_positions, row_stride, keys_per_row, budget, sink, recent,
-    batches, ROWS: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, TILE: tl.constexpr, PAD: tl.constexpr,
+def _select_rows(
+    scores, lengths, indices, counts, row_stride, keys_per_row, budget, sink, recent, batches,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, PAD: tl.constexpr,
 ):  # fmt: skip
-    """First launch: one program per (row, chunk) of the scores."""
-    row = tl.program_id(0) // CHUNKS
-    chunk = tl.program_id(0) % CHUNKS
+    """One program per row."""
+    row = tl.program_id(0)
     batch = (row // ROWS) % batches
     length = tl.minimum(tl.load(lengths + batch).to(tl.int32), keys_per_row)
-    scores += row.to(tl.int64) * row_stride
-    start = chunk * CHUNK
-    valid_keys = tl.minimum(tl.maximum(length - start, 0), CHUNK)
-    k = tl.minimum(valid_keys, budget)
-    keys = _score_keys(scores, start + tl.arange(0, CHUNK), length, sink, recent)
-    threshold, ties = _threshold(keys, valid_keys, k)
-    if CHUNKS == 1:
-        out_keys = list_keys
-        out = indices + row.to(tl.int64) * budget
-    else:
-        offset = (row.to(tl.int64) * CHUNKS + chunk) * budget
-        out_keys = list_keys + offset
-        out = list_positions + offset
-    over = tl.full([], 0, tl.int32)
-    level = tl.full([], 0, tl.int32)
-    tile_at = start + tl.arange(0, TILE)
-    tile_keys = _score_keys(scores, tile_at, length, sink, recent)  # read again, from cache: a scan of all needs too
-    for _ in range(0, valid_keys, TILE):  # many registers; the next tile is under way while this one is placed
-        next_keys = _score_keys(scores, tile_at + TILE, length, sink, recent)
-        over, level = _place(tile_keys, tile_at, threshold, ties, over, level, out_keys, out, KEEP_KEYS=CHUNKS > 1)
-        tile_at += TILE
-        tile_keys = next_keys
-    if CHUNKS == 1:
-        _finish(row, batch, k, length, budget, out, counts, ROWS, PAD)
+    item = tl.arange(0, BLOCK)
+    in_search = (item >= sink) & (item < length - recent)
+    x = tl.load(scores + row.to(tl.int64) * row_stride + item, mask=in_search, other=0.0).to(tl.float32)
+    keys = tl.where(in_search, order_key(x), INVALID)
+    searched = tl.maximum(length - recent - sink, 0)
+    k = tl.minimum(length, budget) - (length - searched)
+    chosen = best(keys, item, BLOCK, searched, k) | ((item < length) & (in_search == 0))
+    _write(chosen, item, indices + row.to(tl.int64) * budget, counts, row, batch, length, budget, ROWS, PAD)
 
 
 @triton.jit
-def _list_valid(item, length, span, budget, first_list, FAN: tl.constexpr):
-    """Whether an item of FAN lists is filled: list i holds the best of keys i*span .. (i+1)*span."""
-    which = first_list + item // budget
-    filled = tl.minimum(tl.maximum(length - which * span, 0), tl.minimum(span, budget))
-    return (item // budget < FAN) & (item % budget < filled)
+def _filter_chunks(
+    scores, lengths, list_keys, list_positions, list_counts, row_stride, keys_per_row, budget, sink, recent, batches,
+    ROWS: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """One program per (row, chunk): list at most WIDTH keys, the chunk's k best among them, in order."""
+    row = tl.program_id(0) // CHUNKS
+    start = (tl.program_id(0) % CHUNKS) * CHUNK
+    batch = (row // ROWS) % batches
+    length = tl.minimum(tl.load(lengths + batch).to(tl.int32), keys_per_row)
+    scores += row.to(tl.int64) * row_stride + start
+    valid_keys = tl.minimum(tl.maximum(length - start, 0), CHUNK)
+    search_from = tl.minimum(tl.maximum(sink - start, 0), valid_keys)  # what lies before and after is protected
+    search_to = tl.minimum(tl.maximum(length - recent - start, search_from), valid_keys)
+    searched = search_to - search_from
+    k = tl.minimum(valid_keys, budget) - (valid_keys - searched)
+    word = tl.arange(0, CHUNK // 32)
+    item = word[:, None] * 32 + tl.arange(0, 32)[None, :]
+    in_search = (item >= search_from) & (item < search_to)
+    x = tl.load(scores + item, mask=in_search, other=float("-inf")).to(tl.float32)  # [CHUNK/32, 32]
+    bound = bound_below(x, k, CHUNK, COLUMNS)
+    offset = tl.program_id(0).to(tl.int64) * WIDTH
+    list_keys += offset
+    list_positions += offset
+    words = tl.sum(tl.where(x >= bound, 1 << (item % 32), 0), axis=1)
+    words = _spread(words, list_positions, word)
+    protected = bits_below(valid_keys - word * 32) & ~(
+        bits_below(search_to - word * 32) & ~bits_below(search_from - word * 32)
+    )
+    words |= protected
+    bits = count_bits(words)
+    if (tl.sum(bits) > WIDTH) | (bound == float("-inf")):
+        keys = tl.where(in_search, order_key(x), INVALID)
+        exact = tl.where(best(keys, item, CHUNK, searched, k), 1 << (item % 32), 0)
+        words = _spread(tl.sum(exact, axis=1), list_positions, word) | protected
+        bits = count_bits(words)
+    slot = tl.cumsum(bits, axis=0) - bits
+    tl.store(list_counts + tl.program_id(0), tl.sum(bits))
+    for _ in range(tl.max(bits)):
+        lowest, number = lowest_bit(words)
+        left = words != 0
+        at = word * 32 + number
+        score = tl.load(scores + at, mask=left & (at >= search_from) & (at < search_to), other=0.0)  # from cache
+        tl.store(list_positions + slot, start + at, mask=left)
+        tl.store(list_keys + slot, order_key(score.to(tl.float32)), mask=left)
+        words ^= lowest
+        slot += 1
+
+
+@triton.jit
+def _spread(words, room, word):
+    """Hand each thread its own word: a row sum leaves eight copies of each, and eightfold work after it."""
+    tl.debug_barrier()
+    tl.store(room + word, words)
+    tl.debug_barrier()
+    mine = tl.load(room + word)
+    tl.debug_barrier()  # the room is a list's: nobody fills the list before everybody has read
+    return mine
 
 
 @triton.jit
 def _merge_lists(
-    in_keys, in_positions, lengths, indices, counts, out_keys, out_positions, keys_per_row, budget, span, batches,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, FAN: tl.constexpr, LISTS: tl.constexpr, GROUPS: tl.constexpr,
-    TILE: tl.constexpr, PAD: tl.constexpr,
+    in_keys, in_positions, in_counts, lengths, indices, counts, out_keys, out_positions, out_counts, keys_per_row,
+    budget, sink, recent, batches, ROWS: tl.constexpr, BLOCK: tl.constexpr, FAN: tl.constexpr, LISTS: tl.constexpr,
+    GROUPS: tl.constexpr, WIDTH: tl.constexpr, OUT_WIDTH: tl.constexpr, PAD: tl.constexpr,
 ):  # fmt: skip
-    """Later launches: one program per (row, group of FAN lists), each list being the best `budget` of `span` keys."""
+    """One program per (row, group of FAN lists): the best `budget` of the lists' keys, in order."""
     row = tl.program_id(0) // GROUPS
-    group = tl.program_id(0) % GROUPS
+    first_list = (tl.program_id(0) % GROUPS) * FAN
     batch = (row // ROWS) % batches
     length = tl.minimum(tl.load(lengths + batch).to(tl.int32), keys_per_row)
-    first_list = group * FAN
-    offset = row.to(tl.int64) * LISTS * budget + first_list * budget
-    in_keys += offset
-    in_positions += offset
     item = tl.arange(0, BLOCK)
-    valid = _list_valid(item, length, span, budget, first_list, FAN)
-    keys = tl.load(in_keys + item, mask=valid, other=INVALID)
-    valid_keys = tl.sum(valid.to(tl.int32), axis=0)
-    k = tl.minimum(valid_keys, budget)
-    threshold, ties = _threshold(keys, valid_keys, k)
+    which = first_list + item // WIDTH
+    filled = tl.load(in_counts + row * LISTS + which, mask=(item < FAN * WIDTH) & (which < LISTS), other=0)
+    valid = item % WIDTH < filled
+    offset = (row.to(tl.int64) * LISTS + first_list) * WIDTH
+    positions = tl.load(in_positions + offset + item, mask=valid, other=0)
+    in_search = valid & (positions >= sink) & (positions < length - recent)
+    keys = tl.load(in_keys + offset + item, mask=in_search, other=INVALID)
+    listed = tl.sum(valid.to(tl.int32))
+    searched = tl.sum(in_search.to(tl.int32))
+    k = tl.minimum(listed, budget) - (listed - searched)
+    chosen = best(keys, item, BLOCK, searched, k) | (valid & (in_search == 0))
     if GROUPS == 1:
-        out = indices + row.to(tl.int64) * budget
+        _write(chosen, positions, indices + row.to(tl.int64) * budget, counts, row, batch, length, budget, ROWS, PAD)
     else:
-        target = (row.to(tl.int64) * GROUPS + group) * budget
-        out_keys += target
-        out = out_positions + target
-    over = tl.full([], 0, tl.int32)
-    level = tl.full([], 0, tl.int32)
-    for first in range(0, FAN * budget, TILE):
-        item = first + tl.arange(0, TILE)
-        valid = _list_valid(item, length, span, budget, first_list, FAN)
-        tile_keys = tl.load(in_keys + item, mask=valid, other=INVALID)
-        positions = tl.load(in_positions + item, mask=valid, other=0)
-        over, level = _place(tile_keys, positions, threshold, ties, over, level, out_keys, out, KEEP_KEYS=GROUPS > 1)
-    if GROUPS == 1:
-        _finish(row, batch, k, length, budget, out, counts, ROWS, PAD)
+        target = tl.program_id(0).to(tl.int64) * OUT_WIDTH
+        one = chosen.to(tl.int32)
+        slot = tl.cumsum(one, axis=0) - one
+        tl.store(out_positions + target + slot, positions, mask=chosen)
+        tl.store(out_keys + target + slot, keys, mask=chosen)
+        tl.store(out_counts + tl.program_id(0), tl.minimum(listed, budget))
+
+
+@dataclass(frozen=True, slots=True)
+class SelectConfig:
+    """Launch shape: keys per program of the first launch and its warps; a row that fits `direct` takes one launch."""
+
+    chunk: int
+    warps: int
+    direct: int = DIRECT_KEYS
+
+
+@dataclass(frozen=True, slots=True)
+class _Lists:
+    """Candidates between two launches: `width` slots for each of `lists` lists a row."""
+
+    keys: torch.Tensor  # [rows, lists, width] int32
+    positions: torch.Tensor  # [rows, lists, width] int32
+    counts: torch.Tensor  # [rows, lists] int32
+    width: int
+
+    @classmethod
+    def allocate(cls, rows: int, lists: int, width: int, device: torch.device) -> "_Lists":
+        keys, positions = torch.empty(2, rows, lists, width, dtype=torch.int32, device=device)
+        return cls(keys, positions, torch.empty(rows, lists, dtype=torch.int32, device=device), width)
 
 
 def select_triton(
@@ -180,52 +187,55 @@ def select_triton(
     budget: int,
     sink: int,
     recent: int,
-    chunk_keys: int = 0,
-    chunk_warps: int = 0,
+    config: SelectConfig | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `select`. scores [..., B, R, S] with evenly strided rows; the chunk follows from the shape unless
-    `chunk_keys` and `chunk_warps` set it, for sweeps."""
+    """See `select`. scores [..., B, R, S] with evenly strided rows; `config` overrides the launch shape, for sweeps."""
     *outer, B, R, S = scores.shape
     rows = scores[..., 0].numel()
     device = scores.device
+    config = config or plan(S, budget)
     indices = torch.empty(*outer, B, R, budget, dtype=torch.int32, device=device)
     counts = torch.empty(B, dtype=torch.int32, device=device)
-    chunk = chunk_keys or best_chunk(S, budget, rows)
-    chunks = triton.cdiv(S, chunk)
-    first_warps = chunk_warps or warps(chunk)
     pad = min(1024, triton.next_power_of_2(budget))
-    keys, positions = _lists(rows, chunks, budget, device)
-    _select_chunk[(rows * chunks,)](
-        scores, lengths, indices, counts, keys, positions, row_stride(scores), S, budget, sink, recent, B,
-        ROWS=R, CHUNK=chunk, CHUNKS=chunks, TILE=min(chunk, first_warps * TILE_KEYS), PAD=pad, num_warps=first_warps,
-    )  # fmt: skip
-    span = chunk
-    while chunks > 1:
-        fan = min(chunks, max(2, CHUNK_KEYS // budget))
-        groups = triton.cdiv(chunks, fan)
-        block = triton.next_power_of_2(fan * budget)
-        merged_keys, merged_positions = _lists(rows, groups, budget, device)
-        _merge_lists[(rows * groups,)](
-            keys, positions, lengths, indices, counts, merged_keys, merged_positions, S, budget, span, B,
-            ROWS=R, BLOCK=block, FAN=fan, LISTS=chunks, GROUPS=groups, TILE=min(block, warps(block) * TILE_KEYS),
-            PAD=pad, num_warps=warps(block),
+    if config.direct >= S:
+        block = max(32, triton.next_power_of_2(S))
+        _select_rows[(rows,)](
+            scores, lengths, indices, counts, row_stride(scores), S, budget, sink, recent, B,
+            ROWS=R, BLOCK=block, PAD=pad, num_warps=warps(block, KEYS_PER_THREAD // 2),
         )  # fmt: skip
-        keys, positions, chunks, span = merged_keys, merged_positions, groups, span * fan
-    return indices, counts
+        return indices, counts
+    chunks = triton.cdiv(S, config.chunk)
+    lists = _Lists.allocate(rows, chunks, max(triton.next_power_of_2(2 * budget), config.chunk // 32), device)
+    _filter_chunks[(rows * chunks,)](
+        scores, lengths, lists.keys, lists.positions, lists.counts, row_stride(scores), S, budget, sink, recent, B,
+        ROWS=R, CHUNK=config.chunk, CHUNKS=chunks, COLUMNS=min(config.chunk, config.warps * 128), WIDTH=lists.width,
+        num_warps=config.warps,
+    )  # fmt: skip
+    while True:
+        fan = min(chunks, max(2, CHUNK_KEYS // lists.width))
+        groups = triton.cdiv(chunks, fan)
+        merged = _Lists.allocate(rows, groups if groups > 1 else 0, triton.cdiv(budget, 32) * 32, device)
+        block = triton.next_power_of_2(fan * lists.width)
+        _merge_lists[(rows * groups,)](
+            lists.keys, lists.positions, lists.counts, lengths, indices, counts,
+            merged.keys, merged.positions, merged.counts, S, budget, sink, recent, B,
+            ROWS=R, BLOCK=block, FAN=fan, LISTS=chunks, GROUPS=groups, WIDTH=lists.width, OUT_WIDTH=merged.width,
+            PAD=pad, num_warps=warps(block, KEYS_PER_THREAD // 4),
+        )  # fmt: skip
+        if groups == 1:
+            return indices, counts
+        lists, chunks = merged, groups
 
 
-def best_chunk(keys_per_row: int, budget: int, rows: int) -> int:
-    """Keys a program holds: the whole row up to CHUNK_KEYS, less only when a chunk is far larger than the budget and
-    the rows alone leave most of the chip idle."""
-    whole = min(CHUNK_KEYS, triton.next_power_of_2(max(keys_per_row, 32)))
-    while rows * triton.cdiv(keys_per_row, whole) < 128 and whole >= 8 * budget and whole > 4096:
-        whole //= 2
-    return whole
+def plan(keys_per_row: int, budget: int) -> SelectConfig:
+    """Launch shape: chunks well above the budget, so that filtering leaves little to merge."""
+    chunk = min(CHUNK_KEYS, triton.next_power_of_2(max(keys_per_row, 16 * budget, DIRECT_KEYS)))
+    return SelectConfig(chunk=chunk, warps=warps(chunk, KEYS_PER_THREAD))
 
 
-def warps(keys: int) -> int:
-    """One warp per 1,024 keys: 32 registers a thread hold the keys."""
-    return min(32, max(1, keys // (32 * KEYS_PER_THREAD)))
+def warps(keys: int, keys_per_thread: int) -> int:
+    """Warps that hold `keys` at `keys_per_thread` each, from 1 to 32."""
+    return min(32, max(1, keys // (32 * keys_per_thread)))
 
 
 def row_stride(scores: torch.Tensor) -> int:
@@ -238,9 +248,3 @@ def row_stride(scores: torch.Tensor) -> int:
                 f"scores {list(scores.shape)} has strides {list(scores.stride())}, rows must be evenly spaced"
             )
     return kept[-1][1] if kept else scores.shape[-1]
-
-
-def _lists(rows: int, lists: int, budget: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Room for the lists between two launches (one element when none follows)."""
-    size = rows * lists * budget if lists > 1 else 1
-    return torch.empty(size, dtype=torch.int32, device=device), torch.empty(size, dtype=torch.int32, device=device)
