@@ -68,8 +68,11 @@ def pages(mass: torch.Tensor, page: int) -> torch.Tensor:
     return torch.nn.functional.pad(mass, (0, -mass.shape[-1] % page)).unflatten(-1, (-1, page)).sum(-1)
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [(shape, torch.bfloat16) for shape in SHAPES] + [(SHAPES[2], torch.float16), (SHAPES[3], torch.float32)],
+    ids=str,
+)
 def test_output_and_masses_stay_in_budget_and_repeat(shape: tuple, dtype: torch.dtype) -> None:
     inputs = make(shape, dtype)
     q, k, v, lengths = inputs
@@ -77,7 +80,8 @@ def test_output_and_masses_stay_in_budget_and_repeat(shape: tuple, dtype: torch.
     clean = (q, k.nan_to_num(), v.nan_to_num(), lengths)
     plain, plain_mass = full_attention(*clean, backend="reference", mass=True)
     budget = SLACK * distance(plain, want)
-    for kind, page in ((False, 64), ("page", 64), ("page", 16), ("token", 64)):
+    small_pages = (("page", 16),) if shape in SHAPES[2:5] else ()
+    for kind, page in ((False, 64), ("page", 64), ("token", 64), *small_pages):
         poison()
         out, got = full_attention(*inputs, backend="triton", mass=kind, page_tokens=page)
         assert distance(out, want) <= budget
