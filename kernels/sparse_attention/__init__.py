@@ -38,10 +38,11 @@ def sparse_attention(
 
     q: [B, T, H, D], D 64 or 128, T query positions that follow lengths[b] cached ones; k_cache, v_cache: [B, Hk, S, D],
     equal strides, the block's own keys already written at lengths[b] .. lengths[b]+T-1; indices: [B, Hk, C] int32, of
-    which the first counts ([B] or [B, Hk] integer) are used: token positions, or page numbers when page > 1; an index
-    may be an expanded view (a selection shared by heads). tail_start, lengths: [B] integer, tail_start <= lengths. The
-    tail holds the tokens drafted this round; a selected position at or past tail_start is skipped, so no key counts
-    twice. A count of 0 leaves the tail alone. Slots past the count may hold anything.
+    which the first counts ([B] or [B, Hk] integer) are used: token positions, or page numbers when page > 1; it may be
+    an expanded view (a selection shared by heads). tail_start, lengths: [B] integer, tail_start <= lengths. The tail
+    holds the tokens since the selection, those drafted this round included. Every selected position must lie before
+    tail_start, or its key counts twice: with pages, start the tail at a multiple of `page`. A count of 0 leaves the
+    tail alone. Slots past the count may hold anything.
 
     Returns [B, T, H, D] in q's dtype. Scores are scaled by D**-0.5, the softmax is in float32.
     workspace: reused between calls of backend "triton" (one stream at a time); without one, a call that splits the

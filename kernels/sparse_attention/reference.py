@@ -24,7 +24,7 @@ def sparse_attention_reference(
     slot_used = torch.arange(C, device=q.device) < counts.view(B, -1, 1)  # [B, 1 | Hk, C]
     inside = torch.arange(page, device=q.device)
     chosen = (indices.to(torch.int64)[..., None] * page + inside).flatten(2)  # [B, Hk, C*P]
-    chosen_seen = slot_used.expand(B, Hk, C).repeat_interleave(page, dim=-1) & (chosen < start)  # [B, Hk, C*P]
+    chosen_seen = slot_used.expand(B, Hk, C).repeat_interleave(page, dim=-1)  # [B, Hk, C*P]
 
     tail_width = int((lengths - tail_start).max()) + T
     tail = start + torch.arange(tail_width, device=q.device)  # [B, 1, W]

@@ -2,8 +2,9 @@
 
 The keys of a row form one virtual list: the selection's counts[b] entries, then the tail. Slot j of it is visible to
 query row t exactly when j < selected + lengths - tail_start + t + 1, so that the causal tail costs one comparison.
-The next tile's indices are loaded one tile ahead, which keeps the loads of K and V pipelined. When the list is split, a
-program leaves its partial result and the last of a head's programs to arrive merges them: no second launch.
+The next tile's indices are loaded one tile ahead: a load of indices that feeds the same tile's keys would leave K and V
+unpipelined, and so would anything but an address that depends on them. When the list is split, a program leaves its
+partial result and the last of a head's programs to arrive merges them: no second launch.
 """
 
 from dataclasses import dataclass
@@ -15,7 +16,8 @@ import triton.language as tl
 from specdial.kernels.sparse_attention.workspace import SparseWorkspace
 
 LOG2_E = 1.4426950408889634
-NEVER = tl.constexpr(2**31 - 1)
+PROGRAMS = 132  # one a multiprocessor: a tile pipeline fills most of its shared memory
+MAX_SPLITS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,20 +29,6 @@ class SparseConfig:
     splits: int
     warps: int
     stages: int
-
-
-@triton.jit
-def _tile_positions(indices, first, selected, start, total, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Cache positions of BLOCK_N slots from `first`, and the slot each counts as (NEVER when it must not be seen)."""
-    slot = first + tl.arange(0, BLOCK_N)
-    from_selection = slot < selected
-    if PAGE == 1:
-        chosen = tl.load(indices + slot, mask=from_selection, other=0)
-    else:
-        chosen = tl.load(indices + slot // PAGE, mask=from_selection, other=0) * PAGE + slot % PAGE
-    position = tl.where(from_selection, chosen, start + slot - selected)
-    skipped = (from_selection & (chosen >= start)) | (slot >= total)
-    return position, tl.where(skipped, NEVER, slot)
 
 
 @triton.jit
@@ -78,13 +66,17 @@ def _sparse_attention(
     acc = tl.zeros([BLOCK_M, D], tl.float32)
     k += b * stride_kb + h * stride_kh
     v += b * stride_kb + h * stride_kh
-    position, slot = _tile_positions(indices, first, selected, start, total, PAGE, BLOCK_N)
+    lane = tl.arange(0, BLOCK_N)
+    ahead = tl.load(indices + (first + lane) // PAGE, mask=first + lane < selected, other=0)
     for tile in tl.range(first, last, BLOCK_N, num_stages=STAGES):
+        slot = tile + lane
+        chosen = ahead * PAGE + slot % PAGE
+        ahead = tl.load(indices + (slot + BLOCK_N) // PAGE, mask=slot + BLOCK_N < selected, other=0)
+        position = tl.where(slot < selected, chosen, start + slot - selected)
         rows = (position * stride_ks)[:, None] + d[None, :]  # int32: one head's keys stay below 2**31 elements
-        seen = slot[:, None] != NEVER
-        keys = tl.load(k + rows, mask=seen, other=0.0)  # [N, D]
-        values = tl.load(v + rows, mask=seen, other=0.0)
-        next_position, next_slot = _tile_positions(indices, tile + BLOCK_N, selected, start, total, PAGE, BLOCK_N)
+        written = (slot < total)[:, None]
+        keys = tl.load(k + rows, mask=written, other=0.0)  # [N, D]
+        values = tl.load(v + rows, mask=written, other=0.0)
         logits = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * scale
         logits = tl.where(slot[None, :] < limit[:, None], logits, float("-inf"))  # [M, N]
         new_maximum = tl.maximum(maximum, tl.max(logits, axis=1))
@@ -95,8 +87,6 @@ def _sparse_attention(
         acc = acc * decay[:, None]
         acc = tl.dot(weights.to(values.dtype), values, acc, input_precision=PRECISION)
         maximum = new_maximum
-        position = next_position
-        slot = next_slot
 
     out_rows = out + ((b * T + row // G) * Hk * G + head) * D
     if SPLITS == 1:
@@ -178,18 +168,19 @@ def sparse_attention_triton(
 
 
 def plan(pairs: int, rows: int, keys: int, dtype: torch.dtype) -> SparseConfig:
-    """Launch shape for `pairs` (sequence, kv head) pairs, `rows` packed query rows and about `keys` keys each."""
+    """Launch shape for `pairs` (sequence, kv head) pairs, `rows` packed query rows and about `keys` keys each.
+
+    The tile sizes are the fastest of a sweep on an H200; a head is split only as far as one wave of programs goes.
+    """
     if dtype == torch.float32:
-        block_m = 16 if rows <= 16 else 32
-        block_n, stages = 32, 2
+        block_m, block_n, stages = (16 if rows <= 16 else 32), 32, 2
     else:
         block_m = min(64, max(16, triton.next_power_of_2(rows)))
-        block_n, stages = 64, 3
-    programs = pairs * triton.cdiv(rows, block_m)
-    splits = 1
-    while splits < 8 and programs * splits * 2 <= 264 and splits * 2 * block_n <= keys:
-        splits *= 2
-    return SparseConfig(block_m=block_m, block_n=block_n, splits=splits, warps=4, stages=stages)
+        block_n, stages = (128 if block_m == 16 else 64), 3
+    tiles = triton.cdiv(keys, block_n)
+    room = max(1, PROGRAMS // (pairs * triton.cdiv(rows, block_m)))
+    tiles_each = triton.cdiv(tiles, min(room, tiles, MAX_SPLITS))
+    return SparseConfig(block_m, block_n, splits=triton.cdiv(tiles, tiles_each), warps=4, stages=stages)
 
 
 def sizes(pairs: int, rows: int, head_dim: int, config: SparseConfig) -> tuple[int, int]:
