@@ -1,6 +1,6 @@
 """Tile sizes, warps, stages and splits of the full-attention kernel, to choose `launch.choose_tiling` from.
 
-python3 benchmarks/kernels/sweep_full_attention.py [--only K1,K2] [--mass page]
+python3 benchmarks/kernels/sweep_full_attention.py [--only K1,K2] [--mass page|token]
 """
 
 import argparse
@@ -10,11 +10,11 @@ import torch
 from _bench import time_graph
 from full_attention import CASES, make_inputs
 
-from specdial.kernels.full_attention.launch import Tiling, full_attention_triton
+from specdial.kernels.full_attention.launch import Tiling, choose_tiling, full_attention_triton
 from specdial.kernels.full_attention.triton import split_kernel
 
-SETTINGS = ((4, 3, False), (4, 3, True), (4, 4, True))  # warps, stages, copy engine
-PER_SM = (1, 2, 4, 6, 8)
+SETTINGS = {16: ((4, 3), (4, 4)), 32: ((4, 3), (4, 4)), 64: ((4, 3), (4, 4), (4, 5))}  # row tile: (warps, stages)
+PER_SM = (1, 2, 4, 6)
 
 
 def resources() -> str:
@@ -34,12 +34,12 @@ def main() -> None:
             continue
         sets = make_inputs(case)
         M = case.T * case.H // case.Hk
-        for block_m in (16, 32, 64):
-            if block_m < min(M, 32) or block_m > 2 * max(M, 16):
+        for block_m, settings in SETTINGS.items():
+            if block_m != choose_tiling(M, 128, torch.bfloat16).block_m:
                 continue
-            for warps, stages, tma in SETTINGS:
+            for warps, stages in settings:
                 for per_sm in PER_SM:
-                    tiling = Tiling(block_m, warps, stages, per_sm=per_sm, precision="ieee", tma=tma)
+                    tiling = Tiling(block_m, warps, stages, per_sm=per_sm, crowded_per_sm=per_sm)
 
                     def call(inputs, tiling=tiling):
                         return full_attention_triton(
@@ -47,8 +47,8 @@ def main() -> None:
                         )
 
                     timing = time_graph([lambda x=x, f=call: f(x) for x in sets], replays=10, calls_per_replay=4)
-                    rows.append((case.id, block_m, warps, stages, tma, per_sm, round(timing.median_us, 2)))
-                print(*rows[-1][:5], [row[-1] for row in rows[-len(PER_SM) :]], resources(), flush=True)
+                    rows.append((case.id, block_m, warps, stages, per_sm, round(timing.median_us, 2)))
+                print(*rows[-1][:4], [row[-1] for row in rows[-len(PER_SM) :]], resources(), flush=True)
         del sets
         torch.cuda.empty_cache()
     print(json.dumps(rows))

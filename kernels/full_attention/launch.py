@@ -5,7 +5,7 @@ Everything here follows from shapes and the device, never from lengths, so a cal
 
 import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -15,44 +15,65 @@ from specdial.kernels.full_attention.mass import normalise_kernel
 from specdial.kernels.full_attention.statistics import TILE_TOKENS, Granularity, Statistics
 from specdial.kernels.full_attention.triton import merge_kernel, split_kernel
 
-INTERPRETER_SLOTS = 6  # programs per kv head where there are no multiprocessors to fill
+INTERPRETER_PROCESSORS = 4  # where there are none to fill
 
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """Row tile, warps and pipeline stages for one shape; `per_sm` programs of it fit a multiprocessor of an H200."""
+    """Row tile, warps, pipeline stages, and how many programs to give a multiprocessor.
+
+    per_sm: programs of one full wave, when the masked ends are few beside it; crowded_per_sm: when they are many, so
+    that no multiprocessor starts late with a long chunk. tma: load through the copy engine where strides allow it.
+    """
 
     block_m: int
     warps: int
     stages: int
     per_sm: int
-    precision: str
-    tma: bool = False
+    crowded_per_sm: int
+    precision: str = "ieee"
+    tma: bool = True
+
+
+# Measured on an H200 with head dim 128: rows up to the key. 64 rows run on warpgroup instructions, one deep pipeline
+# per multiprocessor; 16 and 32 rows on warp instructions, two or three shallower ones.
+TILINGS = {
+    16: Tiling(block_m=16, warps=4, stages=3, per_sm=2, crowded_per_sm=6),
+    32: Tiling(block_m=32, warps=4, stages=3, per_sm=2, crowded_per_sm=4),
+    64: Tiling(block_m=64, warps=4, stages=4, per_sm=1, crowded_per_sm=1),
+}
+FLOAT32 = Tiling(block_m=16, warps=8, stages=1, per_sm=1, crowded_per_sm=1, tma=False)  # full precision, for tests
 
 
 def choose_tiling(rows: int, head_dim: int, dtype: torch.dtype) -> Tiling:
-    """Tile sizes measured on an H200. float32 keeps full precision, at a speed that only tests need."""
+    """The tiling for M = T*G packed rows."""
     if dtype == torch.float32:
-        return Tiling(block_m=16, warps=8, stages=1, per_sm=1, precision="ieee")
-    block_m = 16 if rows <= 16 else 32 if rows <= 32 else 64
+        return FLOAT32
+    tiling = TILINGS[16 if rows <= 16 else 32 if rows <= 32 else 64]
     if head_dim > 128:
-        return Tiling(block_m=min(block_m, 32), warps=4, stages=2, per_sm=1, precision="ieee")
-    return Tiling(block_m=block_m, warps=4, stages=3, per_sm=2, precision="ieee")
+        return replace(TILINGS[min(tiling.block_m, 32)], stages=2, per_sm=1, crowded_per_sm=1)
+    if head_dim <= 64:  # half the shared memory
+        return replace(tiling, per_sm=2 * tiling.per_sm, crowded_per_sm=2 * tiling.crowded_per_sm)
+    return tiling
 
 
-def choose_slots(batch: int, programs_per_slot: int, resident: int) -> int:
-    """Programs per kv head that share the full tiles: one full wave if it fills well, else about four waves."""
-    one_wave = resident // programs_per_slot
-    used = one_wave // batch * batch  # equal lengths cut every sequence into the same number of chunks
-    if used and used >= 0.8 * one_wave:
-        return one_wave
-    return max(2 * batch, 4 * resident // programs_per_slot)
+def choose_slots(batch: int, programs_per_slot: int, processors: int, tiling: Tiling) -> int:
+    """Programs per kv head and row tile that share the full tiles: one full wave if it fills well, else several."""
+    ends = batch * programs_per_slot
+    wave = tiling.per_sm * processors
+    per_slot = (wave if 4 * ends <= wave else tiling.crowded_per_sm * processors) // programs_per_slot
+    used = per_slot // batch * batch  # equal lengths cut every sequence into the same number of chunks
+    if used and used >= 0.8 * per_slot:
+        return per_slot
+    return max(2 * batch, 4 * wave // programs_per_slot)
 
 
 @functools.cache
-def multiprocessors(device_index: int) -> int:
+def multiprocessors(device: torch.device) -> int:
     """Multiprocessors of a CUDA device."""
-    return torch.cuda.get_device_properties(device_index).multi_processor_count
+    if device.type != "cuda":
+        return INTERPRETER_PROCESSORS
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def launch_options(device: torch.device) -> dict[str, bool]:
@@ -90,7 +111,7 @@ def full_attention_triton(
     M = T * G
     tiling = tiling or choose_tiling(M, D, q.dtype)
     m_tiles = triton.cdiv(M, tiling.block_m)
-    slots = choose_slots(B, Hk * m_tiles, resident(q.device, tiling)) if splits is None else max(splits, B)
+    slots = choose_slots(B, Hk * m_tiles, multiprocessors(q.device), tiling) if splits is None else max(splits, B)
     slots = min(slots, B * triton.cdiv(S, TILE_TOKENS) + B)
     block_b = triton.next_power_of_2(B)
     out = torch.empty(B, T, H, D, dtype=q.dtype, device=q.device)
@@ -135,14 +156,6 @@ def normalise_triton(raw: Statistics, lengths: torch.Tensor) -> torch.Tensor:
         **launch_options(raw.lse.device),
     )  # fmt: skip
     return mass
-
-
-def resident(device: torch.device, tiling: Tiling) -> int:
-    """Programs of this tiling that run at once."""
-    if device.type != "cuda":
-        return INTERPRETER_SLOTS
-    index = device.index if device.index is not None else torch.cuda.current_device()
-    return tiling.per_sm * multiprocessors(index)
 
 
 def _empty_statistics(

@@ -6,11 +6,11 @@ import math
 import torch
 import triton
 
-from specdial.kernels.full_attention.launch import Tiling, choose_slots, launch_options, resident
+from specdial.kernels.full_attention.launch import Tiling, choose_slots, launch_options, multiprocessors
 from specdial.kernels.full_attention.statistics import TILE_TOKENS
 from specdial.kernels.head_scores.triton import scores_kernel, sum_kernel
 
-SUM_BLOCK = 1024  # keys per program of the sum
+SUM_BLOCK = 256  # keys per program of the sum
 
 
 @functools.lru_cache(maxsize=256)
@@ -47,9 +47,9 @@ def head_scores_triton(
     M = R * width
     exact = q.dtype == torch.float32
     block_m = 16 if M <= 16 or exact else 32 if M <= 32 else 64
-    tiling = Tiling(block_m=block_m, warps=4, stages=1 if exact else 4, per_sm=4, precision="ieee")
+    tiling = Tiling(block_m=block_m, warps=4, stages=1 if exact else 4, per_sm=4, crowded_per_sm=8)
     m_tiles = triton.cdiv(M, block_m)
-    slots = choose_slots(B, groups * m_tiles, resident(q.device, tiling))
+    slots = choose_slots(B, groups * m_tiles, multiprocessors(q.device), tiling)
     block_b = triton.next_power_of_2(B)
     scores = torch.empty(B, groups, M, S, dtype=torch.float32, device=q.device)
     part_lse = torch.empty(groups, slots, M, dtype=torch.float32, device=q.device)
@@ -65,7 +65,8 @@ def head_scores_triton(
         scores, part_lse, lengths, table, weights, result,
         B, S, R, M, slots, groups,
         WIDTH=width, BLOCK_N=TILE_TOKENS, BLOCK_B=block_b,
-        BLOCK_PARTS=min(64, triton.next_power_of_2(triton.cdiv(slots, B))), BLOCK=SUM_BLOCK, ADD=out is not None,
+        BLOCK_PARTS=min(32, triton.next_power_of_2(triton.cdiv(slots, B))), BLOCK=SUM_BLOCK,
+        BLOCK_ROWS=min(32, triton.next_power_of_2(groups * M)), ADD=out is not None,
         num_warps=4, **launch_options(q.device),
     )  # fmt: skip
     return result

@@ -74,7 +74,7 @@ def sum_kernel(
     scores, part_lse, lengths, heads, row_weights, out,
     B, S, R, M, slots, groups,
     WIDTH: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_PARTS: tl.constexpr,
-    BLOCK: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCK_ROWS: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """out[b, keys] (+)= sum of weight * 2^(score - lse) over the rows of every group, in a fixed order."""
     if PDL:
@@ -89,23 +89,28 @@ def sum_kernel(
     acc = tl.zeros([BLOCK], dtype=tl.float32)
     if ADD:
         acc = tl.load(out + b.to(tl.int64) * S + entries, mask=entries < S, other=0.0)
-    for row in range(groups * M):
+    parts = tl.arange(0, BLOCK_PARTS)[:, None]  # [BLOCK_PARTS, 1]
+    for begin in range(0, groups * M, BLOCK_ROWS):
+        row = begin + tl.arange(0, BLOCK_ROWS)
         group = row // M
         m = row % M
         r = m // WIDTH
-        weight = tl.load(row_weights + b * R + r)
-        if (weight != 0) & (tl.load(heads + group * WIDTH + m % WIDTH) >= 0):
-            top = float("-inf")
-            total = 0.0
-            for start in range(0, count, BLOCK_PARTS):
-                i = start + tl.arange(0, BLOCK_PARTS)
-                place = (group.to(tl.int64) * slots + first + i) * M + m
-                part = tl.load(part_lse + place, mask=i < count, other=float("-inf"))
-                new_top = tl.maximum(top, tl.max(part, 0))  # the first part is finite: key 0 is always visible
-                total = total * tl.exp2(top - new_top) + tl.sum(tl.exp2(part - new_top), 0)
-                top = new_top
-            place = scores + ((b.to(tl.int64) * groups + group) * M + m) * S + entries
-            visible = (entries <= length + r) & (entries < S)
-            logits = tl.load(place, mask=visible, other=float("-inf"))
-            acc += weight * tl.exp2(logits - top - tl.log2(total))
+        inside = row < groups * M
+        weight = tl.load(row_weights + b * R + r, mask=inside, other=0.0)  # [BLOCK_ROWS]
+        head = tl.load(heads + group * WIDTH + m % WIDTH, mask=inside, other=-1)
+        counts = inside & (weight != 0) & (head >= 0)
+        top = tl.full([BLOCK_ROWS], -1e38, dtype=tl.float32)
+        total = tl.zeros([BLOCK_ROWS], dtype=tl.float32)
+        for start in range(0, count, BLOCK_PARTS):
+            i = start + parts
+            place = (group.to(tl.int64)[None, :] * slots + first + i) * M + m[None, :]
+            part = tl.load(part_lse + place, mask=(i < count) & counts[None, :], other=float("-inf"))
+            new_top = tl.maximum(top, tl.max(part, 0))
+            total = total * tl.exp2(top - new_top) + tl.sum(tl.exp2(part - new_top[None, :]), 0)
+            top = new_top
+        lse = tl.where(counts, top + tl.log2(total), 0.0)  # [BLOCK_ROWS]
+        place = ((b.to(tl.int64) * groups + group) * M + m)[:, None] * S + entries[None, :]
+        visible = counts[:, None] & (entries[None, :] <= (length + r)[:, None]) & (entries[None, :] < S)
+        logits = tl.load(scores + place, mask=visible, other=float("-inf"))  # [BLOCK_ROWS, BLOCK]
+        acc += tl.sum(tl.exp2(logits - lse[:, None]) * weight[:, None], 0)
     tl.store(out + b.to(tl.int64) * S + entries, acc, mask=entries < S)

@@ -100,7 +100,7 @@ def test_output_and_masses_stay_in_budget_and_repeat(shape: tuple, dtype: torch.
 def test_every_tiling_agrees(block_m: int, tma: bool) -> None:
     inputs = make((5, 6, 2, 128, 4096, (4091, 63, 1000, 64)), torch.bfloat16)
     want, _ = naive(*inputs)
-    tiling = Tiling(block_m=block_m, warps=4, stages=3, per_sm=2, precision="ieee", tma=tma)
+    tiling = Tiling(block_m=block_m, warps=4, stages=3, per_sm=2, crowded_per_sm=2, tma=tma)
     for granularity in (None, "page", "token"):
         poison()
         out, _ = full_attention_triton(*inputs, granularity=granularity, page_tokens=64, splits=None, tiling=tiling)

@@ -91,7 +91,7 @@ def test_splits_and_row_tiles_do_not_change_the_result(splits: int) -> None:
     assert nothing is None
     assert_near(out, want, 2e-6)
     for block_m, tma in ((32, True), (64, False)):
-        tiling = Tiling(block_m=block_m, warps=4, stages=2, per_sm=1, precision="ieee", tma=tma)
+        tiling = Tiling(block_m=block_m, warps=4, stages=2, per_sm=1, crowded_per_sm=1, tma=tma)
         tiled, _ = full_attention_triton(*inputs, granularity=None, page_tokens=64, splits=splits, tiling=tiling)
         assert_near(tiled, want, 2e-6)
 
@@ -107,7 +107,7 @@ def test_ragged_batch_in_strided_caches() -> None:
     strided = (fused[:, :, :8], wide_k.transpose(1, 2)[:, :, :150], wide_v.transpose(1, 2)[:, :, :150], lengths)
     out, _ = full_attention(*strided, backend="triton")
     assert_near(out, want, 2e-6)
-    tiling = Tiling(block_m=16, warps=4, stages=2, per_sm=1, precision="ieee", tma=True)
+    tiling = Tiling(block_m=16, warps=4, stages=2, per_sm=1, crowded_per_sm=1, tma=True)
     out, _ = full_attention_triton(*strided, granularity=None, page_tokens=64, splits=None, tiling=tiling)
     assert_near(out, want, 2e-6)
 
