@@ -41,7 +41,7 @@ def with_model(settings: dict[str, Any]) -> dict[str, Any]:
 
 def with_policies(settings: dict[str, Any], *, many: bool) -> dict[str, Any]:
     """Replace policy, drafter, controller and draft_kv by `policies` (many) or one `policy` mapping."""
-    overrides = {part: settings.pop(part) for part in PARTS}
+    overrides = {part: settings.pop(part, None) for part in PARTS}
     found = [_merge(policy, overrides) for policy in find_policies(settings.pop("policy"))]
     if many:
         return {**settings, "policies": found}

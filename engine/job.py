@@ -65,11 +65,15 @@ class Job:
 
 
 def load_job(model: ModelSettings, workload: Mapping[str, Any], split: str = "all") -> Job:
-    """Load the model and build the documents of one split (or all). Raises UserError on anything unusable."""
+    """Load the model and build the documents of a split: train, validation, test, several joined by +, or all.
+
+    Raises UserError on anything unusable.
+    """
     loaded = load_model(model.source, device=model.device, dtype=model.dtype, seed=model.seed)
     spec = WorkloadSpec.from_mapping(workload)
     check_context(spec.context_tokens + spec.new_tokens, loaded)
-    documents = of_split(build(spec, loaded.tokenizer), split)
+    built = build(spec, loaded.tokenizer)
+    documents = sorted((d for part in split.split("+") for d in of_split(built, part)), key=lambda d: d.index)
     return Job(loaded, model.name or loaded.config.name, spec, documents)
 
 

@@ -20,7 +20,7 @@ class Recorder:
 
     def add(self, round_: Round) -> None:
         """Record one round of every active sequence."""
-        for b in np.flatnonzero(round_.active):
+        for b in np.flatnonzero(round_.active).tolist():
             rows = self.rounds[b]
             number = len(rows["doc"])
             row = {

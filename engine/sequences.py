@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specdial.engine.cache import KVCache, round_up
-from specdial.engine.models.decoder import Decoder
+from specdial.engine.models.decoder import Attend, Decoder
 from specdial.kernels import Backend
 from specdial.kernels.full_attention import full_attention
 from specdial.kernels.history import push_rows
@@ -227,7 +227,7 @@ class _Lane:
         cache.v[layer, one, :, start : start + T] = v.transpose(1, 2)
         return cache.k[layer, one, :, :width], cache.v[layer, one, :, :width]
 
-    def _forward(self, tokens: list[int], start: int, attend: object) -> None:
+    def _forward(self, tokens: list[int], start: int, attend: Attend) -> None:
         block = torch.tensor([tokens], device=self.device)
         positions = torch.arange(start, start + len(tokens), device=self.device)[None]
         self.s.decoder.forward(block, positions, attend)

@@ -67,7 +67,7 @@ def run(settings: Mapping[str, Any]) -> dict[str, Any]:
         },
     )
     finished = writer.finished()
-    widest = policy_from_mapping({"controller": {"kind": "fixed", "k": s.k_max}, "draft_kv": to_plain(policy.draft_kv)})
+    widest = policy_from_mapping({"controller": {"kind": "fixed", "k": s.k_max}, "draft_kv": to_plain(arms[0])})
     groups = [job.documents[i : i + s.batch] for i in range(0, len(job.documents), s.batch)]
     totals = {"documents": 0, "rounds": 0, "tokens": 0}
     with progress("record", len(job.documents)) as bar:
@@ -93,7 +93,7 @@ def run(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _arms(s: Settings, policy: Policy) -> list[DraftKV]:
-    """The policy's own selection first, then one arm per other budget."""
+    """The policy's own selection first, if it drafts, then one arm per other budget."""
     if not s.dense:
         return [policy.draft_kv]
     if not s.sampling.greedy:
@@ -104,8 +104,10 @@ def _arms(s: Settings, policy: Policy) -> list[DraftKV]:
         raise UserError("dense=true needs a lossless policy", "verify every round in full")
     if policy.k_max > s.k_max:
         raise UserError(f"the policy drafts up to {policy.k_max} tokens, k_max is {s.k_max}", "raise k_max")
-    arms = [policy.draft_kv]
-    arms += [replace(policy.draft_kv, budget=b) for b in dict.fromkeys(s.budgets) if b != policy.draft_kv.budget]
+    budgets = ([policy.draft_kv.budget] if policy.k_max else []) + list(s.budgets)
+    arms = [replace(policy.draft_kv, budget=b) for b in dict.fromkeys(budgets)]
+    if not arms:
+        raise UserError("dense=true with no arm", "name at least one of budgets")
     for arm in arms:
         arm.check("budgets")
     return arms

@@ -36,7 +36,7 @@ class Settings:
 
     model: ModelSettings
     workload: dict[str, Any]
-    policies: tuple[dict, ...]  # type: ignore[type-arg]
+    policies: tuple[dict[str, Any], ...]
     out: str
     split: str = "test"
     batch: int = setting(1, low=1, high=1024)
