@@ -72,25 +72,58 @@ def full_attention_raw(
     granularity: Granularity = "page",
     page_tokens: int = TILE_TOKENS,
     splits: int | None = None,
+    into: Statistics | None = None,
 ) -> tuple[torch.Tensor, Statistics]:
     """As `full_attention`, with the attention mass left as `Statistics`: raw, per query head, rows not yet chosen.
 
     Which rows count is known only after acceptance; `history.push_rows` and `decay_rows` take the statistics then.
+    into: buffers to write (`Statistics.empty`, or one layer of them), which then fix granularity and page size.
     """
+    if into is not None:
+        granularity, page_tokens = into.granularity, into.page_tokens
     _check(q, k_cache, v_cache, lengths, backend=backend, page_tokens=page_tokens)
     if granularity not in ("token", "page"):
         raise ValueError(f'granularity is {granularity!r}, expected "token" or "page"')
+    if into is not None:
+        _check_into(into, q, k_cache)
     if backend == "reference":
-        return full_attention_raw_reference(
+        out, raw = full_attention_raw_reference(
             q, k_cache, v_cache, lengths, granularity=granularity, page_tokens=page_tokens
         )
+        if into is None:
+            return out, raw
+        into.log_mass.copy_(raw.log_mass)
+        into.lse.copy_(raw.lse)
+        if into.tile_max is not None and raw.tile_max is not None:
+            into.tile_max.copy_(raw.tile_max)
+        return out, into
     from specdial.kernels.full_attention import launch
 
-    out, raw = launch.full_attention_triton(
-        q, k_cache, v_cache, lengths, granularity=granularity, page_tokens=page_tokens, splits=splits
+    out, written = launch.full_attention_triton(
+        q, k_cache, v_cache, lengths, granularity=granularity, page_tokens=page_tokens, splits=splits, into=into
     )
-    assert raw is not None  # a granularity was given
-    return out, raw
+    assert written is not None  # a granularity was given
+    return out, written
+
+
+def _check_into(into: Statistics, q: torch.Tensor, k_cache: torch.Tensor) -> None:
+    B, T, H, _ = q.shape
+    Hk, S = k_cache.shape[1], k_cache.shape[2]
+    M = H // Hk * T
+    if into.group != H // Hk:
+        raise ValueError(f"into is for groups of {into.group} query heads, q {list(q.shape)} has {H // Hk}")
+    parts = [("into.lse", into.lse, (B, Hk, M))]
+    if into.granularity == "page":
+        parts.append(("into.log_mass", into.log_mass, (B, Hk, -(-S // into.page_tokens), M)))
+    else:
+        assert into.tile_max is not None  # token statistics carry it
+        parts.append(("into.log_mass", into.log_mass, (B, Hk, M, S)))
+        parts.append(("into.tile_max", into.tile_max, (B, Hk, -(-S // TILE_TOKENS), M)))
+    for name, tensor, shape in parts:
+        check_shape(name, tensor, shape)
+        check_device(name, tensor, q.device)
+        if not tensor.is_contiguous():
+            raise ValueError(f"{name} {list(tensor.shape)} has strides {list(tensor.stride())}, expected contiguous")
 
 
 def _check(

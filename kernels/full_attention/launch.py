@@ -103,6 +103,7 @@ def full_attention_triton(
     page_tokens: int,
     splits: int | None,
     tiling: Tiling | None = None,
+    into: Statistics | None = None,
 ) -> tuple[torch.Tensor, Statistics | None]:
     """See `full_attention`; arguments are validated by the caller."""
     B, T, H, D = q.shape
@@ -117,9 +118,12 @@ def full_attention_triton(
     out = torch.empty(B, T, H, D, dtype=q.dtype, device=q.device)
     part_out = torch.empty(Hk, B + slots, M, D, dtype=torch.float32, device=q.device)
     part_lse = torch.empty(Hk, B + slots, M, dtype=torch.float32, device=q.device)
-    raw = None
-    if granularity is not None:
-        raw = _empty_statistics(q, B, Hk, S, M, G, granularity=granularity, page_tokens=page_tokens)
+    raw = into
+    if granularity is not None and raw is None:
+        raw = Statistics.empty(
+            granularity, batch=B, kv_heads=Hk, keys=S, rows=T, group=G, page_tokens=page_tokens,
+            exact=q.dtype == torch.float32, device=q.device,
+        )  # fmt: skip
     k_rows, v_rows = (row_descriptor(k_cache), row_descriptor(v_cache)) if tiling.tma else (None, None)
     tma = k_rows is not None and v_rows is not None
     early = launch_options(q.device)
@@ -156,16 +160,3 @@ def normalise_triton(raw: Statistics, lengths: torch.Tensor) -> torch.Tensor:
         **launch_options(raw.lse.device),
     )  # fmt: skip
     return mass
-
-
-def _empty_statistics(
-    q: torch.Tensor, B: int, Hk: int, S: int, M: int, G: int, *, granularity: Granularity, page_tokens: int
-) -> Statistics:
-    lse = torch.empty(B, Hk, M, dtype=torch.float32, device=q.device)
-    if granularity == "page":
-        log_mass = torch.empty(B, Hk, triton.cdiv(S, page_tokens), M, dtype=torch.float32, device=q.device)
-        return Statistics("page", page_tokens, G, log_mass, None, lse)
-    exact = torch.float32 if q.dtype == torch.float32 else torch.float16
-    log_mass = torch.empty(B, Hk, M, S, dtype=exact, device=q.device)
-    tile_max = torch.empty(B, Hk, triton.cdiv(S, TILE_TOKENS), M, dtype=torch.float32, device=q.device)
-    return Statistics("token", page_tokens, G, log_mass, tile_max, lse)

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from specdial.kernels.full_attention.triton import await_previous
+from specdial.kernels.full_attention.plan import await_previous
 
 
 @triton.jit

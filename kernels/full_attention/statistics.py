@@ -4,7 +4,7 @@ One split of the attention loop knows a row's scores but not yet its normaliser,
 normaliser follows from the merge. Per query head, because rows of one group have different normalisers.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -29,6 +29,41 @@ class Statistics:
     log_mass: torch.Tensor
     tile_max: torch.Tensor | None
     lse: torch.Tensor
+
+    @classmethod
+    def empty(
+        cls,
+        granularity: Granularity,
+        *,
+        batch: int,
+        kv_heads: int,
+        keys: int,
+        rows: int,
+        group: int,
+        page_tokens: int = TILE_TOKENS,
+        exact: bool = False,
+        device: torch.device | str = "cpu",
+    ) -> "Statistics":
+        """Buffers for `rows` query positions over `keys` cached keys; `exact` keeps token scores in float32.
+
+        With batch = layers * sequences they hold one round of every layer: `layer` cuts one out to be written, and
+        `history.push_rows` takes them all in one launch.
+        """
+        M, tiles, pages = rows * group, -(-keys // TILE_TOKENS), -(-keys // page_tokens)
+        lse = torch.empty(batch, kv_heads, M, dtype=torch.float32, device=device)
+        if granularity == "page":
+            log_mass = torch.empty(batch, kv_heads, pages, M, dtype=torch.float32, device=device)
+            return cls("page", page_tokens, group, log_mass, None, lse)
+        dtype = torch.float32 if exact else torch.float16
+        log_mass = torch.empty(batch, kv_heads, M, keys, dtype=dtype, device=device)
+        tile_max = torch.empty(batch, kv_heads, tiles, M, dtype=torch.float32, device=device)
+        return cls("token", page_tokens, group, log_mass, tile_max, lse)
+
+    def layer(self, index: int, sequences: int) -> "Statistics":
+        """The part of layer `index`, sharing memory: batch entries index * sequences and the following."""
+        part = slice(index * sequences, (index + 1) * sequences)
+        tile_max = None if self.tile_max is None else self.tile_max[part]
+        return replace(self, log_mass=self.log_mass[part], tile_max=tile_max, lse=self.lse[part])
 
     @property
     def rows(self) -> int:

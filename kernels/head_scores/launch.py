@@ -8,9 +8,9 @@ import triton
 
 from specdial.kernels.full_attention.launch import Tiling, choose_slots, launch_options, multiprocessors
 from specdial.kernels.full_attention.statistics import TILE_TOKENS
-from specdial.kernels.head_scores.triton import scores_kernel, sum_kernel
+from specdial.kernels.head_scores.triton import live_rows_kernel, scores_kernel, sum_kernel
 
-SUM_BLOCK = 256  # keys per program of the sum
+SUM_BLOCK = 1024  # keys per program of the sum
 
 
 @functools.lru_cache(maxsize=256)
@@ -54,19 +54,25 @@ def head_scores_triton(
     scores = torch.empty(B, groups, M, S, dtype=torch.float32, device=q.device)
     part_lse = torch.empty(groups, slots, M, dtype=torch.float32, device=q.device)
     result = torch.empty(B, S, dtype=torch.float32, device=q.device) if out is None else out
+    early = launch_options(q.device)
     scores_kernel[(groups * m_tiles, slots)](
         q, k_cache, lengths, table, weights, scores, part_lse,
         *q.stride()[:3], *k_cache.stride()[:3],
         B, S, R, M, slots, m_tiles, D**-0.5 / math.log(2.0),
         G=H // Hk, D=D, WIDTH=width, BLOCK_M=block_m, BLOCK_N=TILE_TOKENS, BLOCK_B=block_b,
-        PRECISION=tiling.precision, num_warps=tiling.warps, num_stages=tiling.stages, **launch_options(q.device),
+        PRECISION=tiling.precision, num_warps=tiling.warps, num_stages=tiling.stages, **early,
+    )  # fmt: skip
+    rows = groups * M
+    live, live_count = (torch.empty(n, dtype=torch.int32, device=q.device) for n in (B * rows, B))
+    live_norm, live_weight = (torch.empty(B * rows, dtype=torch.float32, device=q.device) for _ in range(2))
+    live_rows_kernel[(B,)](
+        part_lse, lengths, table, weights, live, live_norm, live_weight, live_count, B, S, R, M, slots, groups,
+        WIDTH=width, BLOCK_N=TILE_TOKENS, BLOCK_B=block_b,
+        BLOCK_PARTS=min(32, triton.next_power_of_2(triton.cdiv(slots, B))), BLOCK_ROWS=triton.next_power_of_2(rows),
+        **early,
     )  # fmt: skip
     sum_kernel[(triton.cdiv(S, SUM_BLOCK), B)](
-        scores, part_lse, lengths, table, weights, result,
-        B, S, R, M, slots, groups,
-        WIDTH=width, BLOCK_N=TILE_TOKENS, BLOCK_B=block_b,
-        BLOCK_PARTS=min(32, triton.next_power_of_2(triton.cdiv(slots, B))), BLOCK=SUM_BLOCK,
-        BLOCK_ROWS=min(32, triton.next_power_of_2(groups * M)), ADD=out is not None,
-        num_warps=4, **launch_options(q.device),
+        scores, lengths, live, live_norm, live_weight, live_count, result, S, M, rows,
+        WIDTH=width, BLOCK=SUM_BLOCK, ADD=out is not None, **early,
     )  # fmt: skip
     return result

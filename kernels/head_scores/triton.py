@@ -1,4 +1,4 @@
-"""Triton kernels of the scoring heads: scores of chosen heads with their normalisers, then the normalised sum.
+"""Triton kernels of the scoring heads: scores of chosen heads, their normalisers, then the normalised sum.
 
 The scores pass through memory once, 4 bytes per key and row, beside the 2*D bytes of each key.
 """
@@ -6,7 +6,7 @@ The scores pass through memory once, 4 bytes per key and row, beside the 2*D byt
 import triton
 import triton.language as tl
 
-from specdial.kernels.full_attention.triton import await_previous, split_plan
+from specdial.kernels.full_attention.plan import await_previous, split_plan
 
 
 @triton.jit
@@ -70,47 +70,61 @@ def scores_kernel(
 
 
 @triton.jit
-def sum_kernel(
-    scores, part_lse, lengths, heads, row_weights, out,
+def live_rows_kernel(
+    part_lse, lengths, heads, row_weights, live, live_norm, live_weight, live_count,
     B, S, R, M, slots, groups,
     WIDTH: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_PARTS: tl.constexpr,
-    BLOCK: tl.constexpr, BLOCK_ROWS: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """out[b, keys] (+)= sum of weight * 2^(score - lse) over the rows of every group, in a fixed order."""
+    """Rows of one sequence that count, packed to the front in order, with their log-sum-exp and weight."""
     if PDL:
         await_previous()
-    b = tl.program_id(1)
-    length = tl.load(lengths + b).to(tl.int32)
+    b = tl.program_id(0)
     _, chunks, _ = split_plan(lengths, B, R + BLOCK_N - 1, tl.cdiv(S, BLOCK_N), slots, BLOCK_N, BLOCK_B)
     own = tl.arange(0, BLOCK_B) == b
     count = tl.sum(tl.where(own, chunks, 0))
     first = tl.sum(tl.where(own, tl.cumsum(chunks, 0) - chunks, 0))
+    row = tl.arange(0, BLOCK_ROWS)
+    group = row // M
+    m = row % M
+    inside = row < groups * M
+    weight = tl.load(row_weights + b * R + m // WIDTH, mask=inside, other=0.0)  # [BLOCK_ROWS]
+    head = tl.load(heads + group * WIDTH + m % WIDTH, mask=inside, other=-1)
+    counts = inside & (weight != 0) & (head >= 0)
+    top = tl.full([BLOCK_ROWS], -1e38, dtype=tl.float32)
+    total = tl.zeros([BLOCK_ROWS], dtype=tl.float32)
+    for start in range(0, count, BLOCK_PARTS):
+        i = start + tl.arange(0, BLOCK_PARTS)[:, None]  # [BLOCK_PARTS, 1]
+        place = (group[None, :] * slots + first + i) * M + m[None, :]
+        part = tl.load(part_lse + place, mask=(i < count) & counts[None, :], other=float("-inf"))
+        new_top = tl.maximum(top, tl.max(part, 0))
+        total = total * tl.exp2(top - new_top) + tl.sum(tl.exp2(part - new_top[None, :]), 0)
+        top = new_top
+    rank = tl.cumsum(counts.to(tl.int32), 0) - 1
+    place = b * groups * M + rank
+    tl.store(live + place, row, mask=counts)
+    tl.store(live_norm + place, top + tl.log2(total), mask=counts)
+    tl.store(live_weight + place, weight, mask=counts)
+    tl.store(live_count + b, tl.sum(counts.to(tl.int32)))
+
+
+@triton.jit
+def sum_kernel(
+    scores, lengths, live, live_norm, live_weight, live_count, out, S, M, rows,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """out[b, keys] (+)= sum of weight * 2^(score - lse) over the live rows, in order; `rows` per sequence."""
+    if PDL:
+        await_previous()
+    b = tl.program_id(1).to(tl.int64)
+    length = tl.load(lengths + b).to(tl.int32)
     entries = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     acc = tl.zeros([BLOCK], dtype=tl.float32)
     if ADD:
-        acc = tl.load(out + b.to(tl.int64) * S + entries, mask=entries < S, other=0.0)
-    parts = tl.arange(0, BLOCK_PARTS)[:, None]  # [BLOCK_PARTS, 1]
-    for begin in range(0, groups * M, BLOCK_ROWS):
-        row = begin + tl.arange(0, BLOCK_ROWS)
-        group = row // M
-        m = row % M
-        r = m // WIDTH
-        inside = row < groups * M
-        weight = tl.load(row_weights + b * R + r, mask=inside, other=0.0)  # [BLOCK_ROWS]
-        head = tl.load(heads + group * WIDTH + m % WIDTH, mask=inside, other=-1)
-        counts = inside & (weight != 0) & (head >= 0)
-        top = tl.full([BLOCK_ROWS], -1e38, dtype=tl.float32)
-        total = tl.zeros([BLOCK_ROWS], dtype=tl.float32)
-        for start in range(0, count, BLOCK_PARTS):
-            i = start + parts
-            place = (group.to(tl.int64)[None, :] * slots + first + i) * M + m[None, :]
-            part = tl.load(part_lse + place, mask=(i < count) & counts[None, :], other=float("-inf"))
-            new_top = tl.maximum(top, tl.max(part, 0))
-            total = total * tl.exp2(top - new_top) + tl.sum(tl.exp2(part - new_top[None, :]), 0)
-            top = new_top
-        lse = tl.where(counts, top + tl.log2(total), 0.0)  # [BLOCK_ROWS]
-        place = ((b.to(tl.int64) * groups + group) * M + m)[:, None] * S + entries[None, :]
-        visible = counts[:, None] & (entries[None, :] <= (length + r)[:, None]) & (entries[None, :] < S)
-        logits = tl.load(scores + place, mask=visible, other=float("-inf"))  # [BLOCK_ROWS, BLOCK]
-        acc += tl.sum(tl.exp2(logits - lse[:, None]) * weight[:, None], 0)
-    tl.store(out + b.to(tl.int64) * S + entries, acc, mask=entries < S)
+        acc = tl.load(out + b * S + entries, mask=entries < S, other=0.0)
+    for i in range(tl.load(live_count + b)):
+        row = tl.load(live + b * rows + i)
+        visible = (entries <= length + (row % M) // WIDTH) & (entries < S)
+        logits = tl.load(scores + (b * rows + row) * S + entries, mask=visible, other=float("-inf"))
+        acc += tl.load(live_weight + b * rows + i) * tl.exp2(logits - tl.load(live_norm + b * rows + i))
+    tl.store(out + b * S + entries, acc, mask=entries < S)

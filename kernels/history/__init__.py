@@ -29,6 +29,7 @@ def push_rows(
     the raw `Statistics` of that verification, whose committed rows are normalised here (S then counts keys or pages);
     committed: [B] integer, only rows t < committed[b] are stored, at slot (lengths[b]+t) % W. The slot depends on the
     position alone, so the ring's content, and the order of any sum over it, are functions of the committed sequence.
+    ring, mass and score may stack layers in their batch, [layers * B, ...], over lengths and committed [B].
     score: optional [B, Hk, S] float32, set to the ring's sum over slots, in a fixed order (the windowed score).
     Raises ValueError on a wrong shape, dtype, device or backend.
     """
@@ -41,8 +42,8 @@ def push_rows(
     if score is not None:
         _check_score(score, (B, Hk, S), ring.device)
     if backend == "reference":
-        rows = _normalised(mass)
-        push_rows_reference(ring, rows, lengths, committed)
+        layers = B // lengths.shape[0]
+        push_rows_reference(ring, _normalised(mass), lengths.repeat(layers), committed.repeat(layers))
         if score is not None:
             window_score_reference(ring, score)
         return
@@ -72,7 +73,7 @@ def decay_rows(
     if not 0.0 <= decay <= 1.0:
         raise ValueError(f"decay is {decay}, expected a number in [0, 1]")
     if backend == "reference":
-        decay_rows_reference(score, _normalised(mass), committed, decay)
+        decay_rows_reference(score, _normalised(mass), committed.repeat(B // committed.shape[0]), decay)
         return
     from specdial.kernels.history import launch
 
@@ -118,7 +119,9 @@ def _check_rows(
     if given > width:
         raise ValueError(f"mass {shape} is wider than the history, {given} > {width}")
     for name, tensor in (("lengths", lengths), ("committed", committed)):
-        check_shape(name, tensor, (batch,))
+        check_shape(name, tensor, (None,))
+        if tensor.shape != lengths.shape or tensor.shape[0] == 0 or batch % tensor.shape[0]:
+            raise ValueError(f"{name} has shape {list(tensor.shape)}, expected one entry for each of {batch} sequences")
         check_dtype(name, tensor, INTEGERS)
         check_device(name, tensor, device)
     check_backend(backend, device)

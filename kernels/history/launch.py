@@ -22,7 +22,7 @@ def push_rows_triton(
     block_w = triton.next_power_of_2(W)
     block = max(16, min(1024 // block_w, 16 if S * B * Hk <= 1 << 16 else 64))  # small, to spread short rings
     push_rows_kernel[(triton.cdiv(S, block), B * Hk)](
-        ring, *sources, lengths, committed, ring if score is None else score, Hk, rows, W, S, width,
+        ring, *sources, lengths, committed, ring if score is None else score, lengths.shape[0], Hk, rows, W, S, width,
         **kind, TILE=TILE_TOKENS, BLOCK_W=block_w, BLOCK=block, SCORE=score is not None,
         **launch_options(ring.device),
     )  # fmt: skip
@@ -41,8 +41,8 @@ def decay_rows_triton(
     sources, rows, width, kind = _sources(mass)
     block = 512 if S >= 4096 else 64
     decay_rows_kernel[(triton.cdiv(S, block), B * Hk)](
-        score, *sources, lengths, committed, float(decay), Hk, rows, S, width, **kind, TILE=TILE_TOKENS, BLOCK=block,
-        **launch_options(score.device),
+        score, *sources, lengths, committed, float(decay), lengths.shape[0], Hk, rows, S, width,
+        **kind, TILE=TILE_TOKENS, BLOCK=block, **launch_options(score.device),
     )  # fmt: skip
 
 

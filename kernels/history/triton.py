@@ -4,12 +4,12 @@ import triton
 import triton.language as tl
 
 from specdial.kernels.full_attention.mass import row_mass
-from specdial.kernels.full_attention.triton import await_previous
+from specdial.kernels.full_attention.plan import await_previous
 
 
 @triton.jit
 def push_rows_kernel(
-    ring, mass, tile_max, lse, lengths, committed, score, Hk, T, W, S, width,
+    ring, mass, tile_max, lse, lengths, committed, score, sequences, Hk, T, W, S, width,
     G: tl.constexpr, KIND: tl.constexpr, UNIT: tl.constexpr, TILE: tl.constexpr,
     BLOCK_W: tl.constexpr, BLOCK: tl.constexpr, SCORE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -17,8 +17,9 @@ def push_rows_kernel(
     if PDL:
         await_previous()
     head = tl.program_id(1).to(tl.int64)
-    length = tl.load(lengths + head // Hk).to(tl.int32)
-    rows = tl.minimum(tl.load(committed + head // Hk).to(tl.int32), T)
+    sequence = (head // Hk) % sequences  # the batch may stack layers
+    length = tl.load(lengths + sequence).to(tl.int32)
+    rows = tl.minimum(tl.load(committed + sequence).to(tl.int32), T)
     slot = tl.arange(0, BLOCK_W)[:, None]  # [BLOCK_W, 1]
     entries = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[None, :]  # [1, BLOCK]
     # The last committed row is rows - 1; a slot takes the row as many positions behind it as the slot is behind its
@@ -40,7 +41,7 @@ def push_rows_kernel(
 
 @triton.jit
 def decay_rows_kernel(
-    score, mass, tile_max, lse, lengths, committed, decay, Hk, T, S, width,
+    score, mass, tile_max, lse, lengths, committed, decay, sequences, Hk, T, S, width,
     G: tl.constexpr, KIND: tl.constexpr, UNIT: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
@@ -48,8 +49,9 @@ def decay_rows_kernel(
     if PDL:
         await_previous()
     head = tl.program_id(1).to(tl.int64)
-    length = tl.load(lengths + head // Hk).to(tl.int32)
-    rows = tl.minimum(tl.load(committed + head // Hk).to(tl.int32), T)
+    sequence = (head // Hk) % sequences  # the batch may stack layers
+    length = tl.load(lengths + sequence).to(tl.int32)
+    rows = tl.minimum(tl.load(committed + sequence).to(tl.int32), T)
     entries = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     total = tl.load(score + head * S + entries, mask=entries < S, other=0.0)
     for t in range(rows):

@@ -134,6 +134,11 @@ def test_history_takes_committed_rows_only(granularity: str, window: int) -> Non
     decay_rows(decayed[2], mass, lengths, committed, decay=0.9, backend="triton")
     for score in decayed[1:]:
         torch.testing.assert_close(score, decayed[0], atol=1e-5, rtol=1e-5)
+    two = torch.rand(8, 1, window, width)  # two layers stacked in the batch, one launch
+    push_rows(two, mass.repeat(2, 1, 1, 1), lengths, committed, backend="triton")
+    want = two.clone()
+    push_rows(want, mass.repeat(2, 1, 1, 1), lengths, committed, backend="reference")
+    torch.testing.assert_close(two, want)
     assert torch.equal(decayed[1][0], torch.ones(1, width))  # nothing committed, nothing changed
 
 
