@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from specdial.policies.schema import Policy
-from specdial.simulator.costs import CostModel
+from specdial.simulator.costs import CostModel, CostRefusedError
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -34,10 +34,15 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class PriceTable:
-    """Microseconds of a round, and the part of it that was extrapolated: [terms, k, knots]."""
+    """Microseconds of a round, and the part of it that was extrapolated: [terms, k, knots].
+
+    refused: [k, knots] rounds that the measurements say nothing about, and why the first of them.
+    """
 
     cost_us: Floats
     extrapolated_us: Floats
+    refused: npt.NDArray[np.bool_]
+    reason: str | None
 
 
 def knots_for(costs: CostModel, low_tokens: float, high_tokens: float) -> Floats:
@@ -47,17 +52,23 @@ def knots_for(costs: CostModel, low_tokens: float, high_tokens: float) -> Floats
 
 
 def tabulate(costs: CostModel, setting: Setting, batch: int, knots: Floats) -> PriceTable:
-    """Price every (k, knot) of a setting. Raises CostRefusedError when the measurements do not reach."""
+    """Price every (k, knot) of a setting; what the measurements do not reach is marked, not raised."""
     shape = (len(TERMS), setting.k_max + 1, len(knots))
     cost_us, extrapolated_us = np.zeros(shape), np.zeros(shape)
+    refused, reason = np.zeros(shape[1:], np.bool_), None
     for k in range(setting.k_max + 1):
         for i, context in enumerate(knots):
             for term, (op, times, op_k) in enumerate(_round(setting, k)):
-                if times:
+                if not times:
+                    continue
+                try:
                     value, extra = costs.at(op, float(context), batch, op_k, setting.budget if op in _SPARSE else 0)
-                    cost_us[term, k, i] = times * value
-                    extrapolated_us[term, k, i] = times * value * extra
-    return PriceTable(cost_us, extrapolated_us)
+                except CostRefusedError as error:
+                    refused[k, i], reason = True, reason or str(error)
+                    continue
+                cost_us[term, k, i] = times * value
+                extrapolated_us[term, k, i] = times * value * extra
+    return PriceTable(cost_us, extrapolated_us, refused, reason)
 
 
 def plain_time_us(costs: CostModel, start: Ints, end: Ints) -> float:

@@ -20,9 +20,9 @@ from specdial.simulator.mixing import drawn, with_budgets
 from specdial.simulator.outcome import Outcome, Rounds, bootstrap_interval
 from specdial.simulator.own_time import own_time_us, was_recorded
 from specdial.simulator.pricing import PriceTable, Setting, knots_for, plain_time_us, tabulate
-from specdial.simulator.summary import Frame, Tables, summarise, with_time
+from specdial.simulator.summary import Frame, Tables, summarise
 from specdial.simulator.support import Support, support
-from specdial.simulator.tally import Tally, Units, tally
+from specdial.simulator.tally import Units, tally
 
 Floats = npt.NDArray[np.float64]
 CHUNK_SEQUENCES = 8192  # sequences stepped together: wide enough for NumPy, small enough for the cache
@@ -146,14 +146,9 @@ class _Job:
         outcomes: list[Outcome] = []
         tables: list[Tables] = []
         for policy, judgement in zip(policies, judged, strict=True):
-            level, reason = judgement.level, judgement.reason
-            try:
-                tables.append({} if level == "refused" else self._tables(policy))
-            except CostRefusedError as error:
-                level, reason = "refused", str(error)
-                tables.append({})
+            tables.append({} if judgement.level == "refused" else self._tables(policy))
             budget = policy.draft_kv.budget if policy.k_max else 0
-            outcomes.append(Outcome(policy, level, reason, policy.lossless, (), self.batch, budget))
+            outcomes.append(Outcome(policy, judgement.level, judgement.reason, policy.lossless, (), self.batch, budget))
         live = [i for i, outcome in enumerate(outcomes) if outcome.level != "refused"]
         if not live:
             return outcomes
@@ -168,15 +163,14 @@ class _Job:
             logged=range(len(live)) if self.keep_rounds else own,
         )
         for place, i in enumerate(live):
-            outcomes[i] = summarise(outcomes[i], found, place, tables[i], self.frame)
-            if place in own:
-                outcomes[i] = self._with_own_time(outcomes[i], found, place)
+            own_us = self._own_us(found.logs[place]) if place in own else None
+            outcomes[i] = summarise(outcomes[i], found, place, tables[i], self.frame, own_us=own_us)
             if self.keep_rounds:
                 outcomes[i] = replace(outcomes[i], round_log=found.logs[place])
         return outcomes
 
     def _tables(self, policy: Policy) -> Tables:
-        """Price tables of every variant and batch size. Raises CostRefusedError."""
+        """Price tables of every variant and batch size."""
         found: Tables = {}
         for v, variant in enumerate(policy.variants()):
             wanted = Setting.of(policy, variant)
@@ -190,10 +184,9 @@ class _Job:
         whole = len(self.frame.documents) == len(self.record.documents)  # a split regroups batches
         return was_recorded(self.record.trace, policy, self.batch) and (whole or self.batch == 1)
 
-    def _with_own_time(self, outcome: Outcome, found: Tally, place: int) -> Outcome:
-        """Replace the medians by the recorded time of the very same rounds."""
+    def _own_us(self, log: Rounds) -> Floats | None:
+        """[units, terms] recorded time of the very same rounds, None where the record shows others."""
         units = self.frame.units
         unit = np.repeat(np.arange(len(units.first)), units.sizes).tolist()
         unit_of = dict(zip(self.frame.documents.doc.tolist(), unit, strict=True))
-        own_us = own_time_us(self.record.trace, found.logs[place], unit_of, len(units.first))
-        return outcome if own_us is None else with_time(outcome, own_us, found.counts_of(place), self.frame)
+        return own_time_us(self.record.trace, log, unit_of, len(units.first))

@@ -27,8 +27,13 @@ class Frame:
     kv_bytes_per_token: float
 
 
-def summarise(outcome: Outcome, found: Tally, place: int, tables: Tables, frame: Frame) -> Outcome:
-    """Fill in the numbers of the policy at `place` of the tally."""
+def summarise(
+    outcome: Outcome, found: Tally, place: int, tables: Tables, frame: Frame, *, own_us: Floats | None = None
+) -> Outcome:
+    """Fill in the numbers of the policy at `place` of the tally; own_us: [units, terms] its recorded time, if any.
+
+    A policy that had rounds without a price is refused, unless its time was recorded.
+    """
     if found.missing[place]:
         reason = "it drafts where the trace recorded nothing: record with dense=true"
         return replace(outcome, level="refused", reason=reason)
@@ -40,6 +45,8 @@ def summarise(outcome: Outcome, found: Tally, place: int, tables: Tables, frame:
             table, mine = tables[v, size], frame.units.sizes == size
             ks = table.cost_us.shape[1]
             binned = counts[mine, v, :ks]
+            if own_us is None and (binned.sum(axis=0) * table.refused).any():
+                return replace(outcome, level="refused", reason=table.reason)
             terms[mine] += np.einsum("ukc,tkc->ut", binned, table.cost_us)
             extrapolated += float(np.einsum("ukc,tkc->", binned, table.extrapolated_us))
             keys = np.arange(ks)[:, None] * np.minimum(variant.draft_kv.budget, found.bins.knots) + found.bins.knots
@@ -53,12 +60,12 @@ def summarise(outcome: Outcome, found: Tally, place: int, tables: Tables, frame:
         alpha=float(found.accepted[place] / found.drafted[place]) if found.drafted[place] else None,
         k=float(found.drafted[place] / found.rounds[place]),
         kv_bytes_per_token=kv_tokens * frame.kv_bytes_per_token / int(found.emitted[place]),
-        extrapolated_frac=extrapolated / float(terms.sum()) if terms.sum() > 0.0 else 0.0,
+        extrapolated_frac=extrapolated / float(terms.sum()) if own_us is None and terms.sum() > 0.0 else 0.0,
     )
-    return with_time(filled, terms, counts, frame)
+    return _with_time(filled, terms if own_us is None else own_us, counts, frame)
 
 
-def with_time(outcome: Outcome, terms_us: Floats, counts: Floats, frame: Frame) -> Outcome:
+def _with_time(outcome: Outcome, terms_us: Floats, counts: Floats, frame: Frame) -> Outcome:
     """Set everything that follows from the time of each unit by term, [units, terms]."""
     unit_us = terms_us.sum(axis=1)
     total = terms_us.sum(axis=0)

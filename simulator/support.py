@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from specdial.policies.fields import to_plain
+from specdial.policies.file import policy_digest
 from specdial.policies.schema import Policy
 from specdial.simulator.lanes import Record
 
@@ -34,6 +35,10 @@ def support(record: Record, policy: Policy) -> Support:
     """Judge one policy against a record."""
     if not policy.lossless:
         return _refused("it is lossy, and replay knows lossless policies only")
+    meta = record.trace.meta
+    if not meta["dense"] and meta.get("policy_digest") == policy_digest(policy):
+        variants = len(policy.variants())  # a sparse record files all of its own drafts under arm 0
+        return Support("exact", None, (0,) * variants, (None,) * variants)
     level: Level = "exact"
     reasons: list[str] = []
     arms: list[int] = []
@@ -57,7 +62,7 @@ def support(record: Record, policy: Policy) -> Support:
         reasons.append(f"budget {variant.draft_kv.budget} lies between recorded ones")
         arms.append(neighbours[0])
         between.append((*neighbours, variant.draft_kv.budget))
-    if record.sampled and policy.k_max > 0 and record.trace.meta["dense"]:
+    if record.sampled and policy.k_max > 0 and meta["dense"]:
         level = "modelled"
         reasons.append("sampled decoding: acceptance drawn from recorded probabilities")
     return Support(level, "; ".join(dict.fromkeys(reasons)) or None, tuple(arms), tuple(between))
