@@ -206,13 +206,14 @@ def write_recorded(out, policy, rows, dense):
         "policy_digest": policy_digest(policy),
         "dense": dense,
     }
+    meta["arms"] = [{**meta["arms"][1], "arm": 0}]
     writer = TraceWriter(out, meta)
     generator = np.random.default_rng(3)
     for entry in meta["documents"]:
         mine = [row for row in rows if row[0] == entry["doc"]]
         made = {(row[2], d): row[1] for row in mine for d in range(1, row[3] + 1)}
         drafts = [
-            {**d, "round": made[d["position"], d["depth"]]}
+            {**d, "round": made[d["position"], d["depth"]], "arm": 0}
             for d in full.drafts.to_pylist()
             if d["doc"] == entry["doc"] and d["arm"] == 1 and (d["position"], d["depth"]) in made
         ]
