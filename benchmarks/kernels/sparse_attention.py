@@ -190,6 +190,10 @@ def measure(name: str, case: Case, gbps: float) -> dict[str, object]:
     full_us = min(us for peer, us in peers.items() if peer.startswith("full"))
     if case.page == 1:
         peers |= compact(bench)
+    copied, read = peers.get("compact copy, once a round"), peers.get("same kernel on the compact copy")
+    if copied and read:  # draft steps a round after which the copy would have paid for itself
+        steps = copied / (time.median_us - read) if time.median_us > read else float("inf")
+        print(f"  {name}: a compact copy pays from {steps:.0f} draft steps a round", flush=True)
     if name == "K6":
         print(f"  K6 is {full_us / time.median_us:.2f}x faster than the best full call (bar {FULL_RATIO}x)", flush=True)
     return record(

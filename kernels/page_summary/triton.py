@@ -63,9 +63,9 @@ def _score_pages(
         rows_at = q + b * stride_qb + t * stride_qt + (h * G + g) * stride_qh
         queries = tl.load(rows_at[:, None] + d[None, :], mask=used[:, None], other=0.0)  # [BT*BG, D]
         if QUEST:
-            zero = tl.zeros_like(queries)
-            score = tl.dot(tl.maximum(queries, zero), high, input_precision=PRECISION)
-            score = tl.dot(tl.minimum(queries, zero), low, score, input_precision=PRECISION)
+            positive = tl.where(queries > 0.0, queries, tl.zeros_like(queries))
+            score = tl.dot(positive, high, input_precision=PRECISION)
+            score = tl.dot(queries - positive, low, score, input_precision=PRECISION)
         else:
             score = tl.maximum(
                 tl.dot(queries, high, input_precision=PRECISION), tl.dot(queries, low, input_precision=PRECISION)

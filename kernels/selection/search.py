@@ -23,18 +23,24 @@ def threshold_of(keys, searched, k):
     count(keys >= low) >= k > count(keys >= high) = above. With k <= 0 nothing is above t or equal to it.
     """
     lowest = tl.min(tl.where(keys == INVALID, NONE_ABOVE, keys))
-    low = tl.where(k > 0, lowest, NONE_ABOVE).to(tl.int64)
-    high = tl.max(keys).to(tl.int64) + 1
-    high = tl.where((k <= 0) | (searched <= k), low + 1, high)
+    low = tl.where(k > 0, lowest, NONE_ABOVE)
+    high = tl.where((k <= 0) | (searched <= k), low, tl.max(keys) + 1)
     above = k * 0
-    while high - low > 1:
-        middle = (low + high) >> 1
-        count = tl.sum((keys >= middle.to(tl.int32)).to(tl.int32))
+    middle = _between(low, high)
+    while middle != low:
+        count = tl.sum((keys >= middle).to(tl.int32))
         exact = count == k
         low = tl.where(count >= k, middle, low)
         above = tl.where(exact, 0, tl.where(count < k, count, above))
-        high = tl.where(exact, middle + 1, tl.where(count < k, middle, high))
-    return low.to(tl.int32), k - above
+        high = tl.where(exact, middle, tl.where(count < k, middle, high))
+        middle = _between(low, high)
+    return low, k - above
+
+
+@triton.jit
+def _between(low, high):
+    """Their mean, rounded down and without overflow: low itself when nothing lies between."""
+    return (low & high) + ((low ^ high) >> 1)
 
 
 @triton.jit

@@ -22,11 +22,13 @@ from specdial.kernels.selection.search import (
     count_bits,
     lowest_bit,
     order_key,
+    threshold_of,
 )
 
 DIRECT_KEYS = 4096  # rows up to this take one launch
 CHUNK_KEYS = 32768  # most keys a program holds
 KEYS_PER_THREAD = 32
+FEW_PROGRAMS = 66  # half an H200's multiprocessors
 
 
 @triton.jit
@@ -53,19 +55,36 @@ def _select_rows(
     batch = (row // ROWS) % batches
     length = tl.minimum(tl.load(lengths + batch).to(tl.int32), keys_per_row)
     item = tl.arange(0, BLOCK)
-    in_search = (item >= sink) & (item < length - recent)
-    x = tl.load(scores + row.to(tl.int64) * row_stride + item, mask=in_search, other=0.0).to(tl.float32)
-    keys = tl.where(in_search, order_key(x), INVALID)
-    searched = tl.maximum(length - recent - sink, 0)
-    k = tl.minimum(length, budget) - (length - searched)
-    chosen = best(keys, item, BLOCK, searched, k) | ((item < length) & (in_search == 0))
+    x = tl.load(scores + row.to(tl.int64) * row_stride + item, mask=item < length, other=0.0).to(tl.float32)
+    x = tl.where((item < sink) | (item >= length - recent), float("inf"), x)
+    keys = tl.where(item < length, order_key(x), INVALID)
+    chosen = best(keys, item, BLOCK, length, tl.minimum(length, budget))
     _write(chosen, item, indices + row.to(tl.int64) * budget, counts, row, batch, length, budget, ROWS, PAD)
+
+
+@triton.jit
+def _words(mask, room):
+    """Pack mask [W, 32] into W words, each in a thread of its own.
+
+    A row sum leaves eight copies of every word, and eightfold work after it; a trip through `room`, a list nobody fills
+    before the last barrier, leaves one.
+    """
+    word = tl.arange(0, mask.shape[0])
+    fours = tl.reshape(mask, [mask.shape[0], 8, 4])  # a thread's own bits first: their places are known when compiling
+    nibbles = tl.sum(tl.where(fours, (1 << tl.arange(0, 4))[None, None, :], 0), axis=2)
+    tl.debug_barrier()
+    tl.store(room + word, tl.sum(nibbles << (4 * tl.arange(0, 8))[None, :], axis=1))
+    tl.debug_barrier()
+    mine = tl.load(room + word)
+    tl.debug_barrier()
+    return mine
 
 
 @triton.jit
 def _filter_chunks(
     scores, lengths, list_keys, list_positions, list_counts, row_stride, keys_per_row, budget, sink, recent, batches,
     ROWS: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr,
+    VECTOR: tl.constexpr,
 ):  # fmt: skip
     """One program per (row, chunk): list at most WIDTH keys, the chunk's k best among them, in order."""
     row = tl.program_id(0) // CHUNKS
@@ -78,16 +97,20 @@ def _filter_chunks(
     search_to = tl.minimum(tl.maximum(length - recent - start, search_from), valid_keys)
     searched = search_to - search_from
     k = tl.minimum(valid_keys, budget) - (valid_keys - searched)
-    word = tl.arange(0, CHUNK // 32)
-    item = word[:, None] * 32 + tl.arange(0, 32)[None, :]
+    item = tl.arange(0, CHUNK // 32)[:, None] * 32 + tl.arange(0, 32)[None, :]
     in_search = (item >= search_from) & (item < search_to)
-    x = tl.load(scores + item, mask=in_search, other=float("-inf")).to(tl.float32)  # [CHUNK/32, 32]
+    readable = tl.cdiv(valid_keys, VECTOR) * VECTOR  # a mask in whole vectors keeps the loads 16 bytes wide
+    x = tl.load(scores + item, mask=item < readable, other=0.0).to(tl.float32)  # [CHUNK/32, 32]
+    x = tl.where(in_search, x, float("-inf"))
     bound = bound_below(x, k, CHUNK, COLUMNS)
     offset = tl.program_id(0).to(tl.int64) * WIDTH
     list_keys += offset
     list_positions += offset
-    words = tl.sum(tl.where(x >= bound, 1 << (item % 32), 0), axis=1)
-    words = _spread(words, list_positions, word)
+    words = _words(x >= bound, list_positions)
+    # Read again on purpose: what follows from it would otherwise be computed early and held through the search.
+    length = tl.minimum(tl.load(lengths + batch).to(tl.int32), keys_per_row)
+    search_to = tl.minimum(tl.maximum(length - recent - start, search_from), valid_keys)
+    word = tl.arange(0, CHUNK // 32)
     protected = bits_below(valid_keys - word * 32) & ~(
         bits_below(search_to - word * 32) & ~bits_below(search_from - word * 32)
     )
@@ -95,8 +118,12 @@ def _filter_chunks(
     bits = count_bits(words)
     if (tl.sum(bits) > WIDTH) | (bound == float("-inf")):
         keys = tl.where(in_search, order_key(x), INVALID)
-        exact = tl.where(best(keys, item, CHUNK, searched, k), 1 << (item % 32), 0)
-        words = _spread(tl.sum(exact, axis=1), list_positions, word) | protected
+        threshold, ties = threshold_of(keys, searched, k)
+        over = _words(keys > threshold, list_positions)
+        level = _words(keys == threshold, list_positions)
+        ones = count_bits(level)
+        first = tl.cumsum(ones, axis=0) - ones < ties  # whole words of ties, at most 31 keys more than needed
+        words = over | tl.where(first, level, 0) | protected
         bits = count_bits(words)
     slot = tl.cumsum(bits, axis=0) - bits
     tl.store(list_counts + tl.program_id(0), tl.sum(bits))
@@ -104,28 +131,18 @@ def _filter_chunks(
         lowest, number = lowest_bit(words)
         left = words != 0
         at = word * 32 + number
-        score = tl.load(scores + at, mask=left & (at >= search_from) & (at < search_to), other=0.0)  # from cache
+        score = tl.load(scores + at, mask=left, other=0.0).to(tl.float32)  # from cache
+        score = tl.where((at < search_from) | (at >= search_to), float("inf"), score)
         tl.store(list_positions + slot, start + at, mask=left)
-        tl.store(list_keys + slot, order_key(score.to(tl.float32)), mask=left)
+        tl.store(list_keys + slot, order_key(score), mask=left)
         words ^= lowest
         slot += 1
 
 
 @triton.jit
-def _spread(words, room, word):
-    """Hand each thread its own word: a row sum leaves eight copies of each, and eightfold work after it."""
-    tl.debug_barrier()
-    tl.store(room + word, words)
-    tl.debug_barrier()
-    mine = tl.load(room + word)
-    tl.debug_barrier()  # the room is a list's: nobody fills the list before everybody has read
-    return mine
-
-
-@triton.jit
 def _merge_lists(
     in_keys, in_positions, in_counts, lengths, indices, counts, out_keys, out_positions, out_counts, keys_per_row,
-    budget, sink, recent, batches, ROWS: tl.constexpr, BLOCK: tl.constexpr, FAN: tl.constexpr, LISTS: tl.constexpr,
+    budget, batches, ROWS: tl.constexpr, BLOCK: tl.constexpr, FAN: tl.constexpr, LISTS: tl.constexpr,
     GROUPS: tl.constexpr, WIDTH: tl.constexpr, OUT_WIDTH: tl.constexpr, PAD: tl.constexpr,
 ):  # fmt: skip
     """One program per (row, group of FAN lists): the best `budget` of the lists' keys, in order."""
@@ -139,12 +156,9 @@ def _merge_lists(
     valid = item % WIDTH < filled
     offset = (row.to(tl.int64) * LISTS + first_list) * WIDTH
     positions = tl.load(in_positions + offset + item, mask=valid, other=0)
-    in_search = valid & (positions >= sink) & (positions < length - recent)
-    keys = tl.load(in_keys + offset + item, mask=in_search, other=INVALID)
+    keys = tl.load(in_keys + offset + item, mask=valid, other=INVALID)
     listed = tl.sum(valid.to(tl.int32))
-    searched = tl.sum(in_search.to(tl.int32))
-    k = tl.minimum(listed, budget) - (listed - searched)
-    chosen = best(keys, item, BLOCK, searched, k) | (valid & (in_search == 0))
+    chosen = best(keys, item, BLOCK, listed, tl.minimum(listed, budget))
     if GROUPS == 1:
         _write(chosen, positions, indices + row.to(tl.int64) * budget, counts, row, batch, length, budget, ROWS, PAD)
     else:
@@ -193,7 +207,7 @@ def select_triton(
     *outer, B, R, S = scores.shape
     rows = scores[..., 0].numel()
     device = scores.device
-    config = config or plan(S, budget)
+    config = config or plan(S, budget, rows)
     indices = torch.empty(*outer, B, R, budget, dtype=torch.int32, device=device)
     counts = torch.empty(B, dtype=torch.int32, device=device)
     pad = min(1024, triton.next_power_of_2(budget))
@@ -205,11 +219,11 @@ def select_triton(
         )  # fmt: skip
         return indices, counts
     chunks = triton.cdiv(S, config.chunk)
-    lists = _Lists.allocate(rows, chunks, max(triton.next_power_of_2(2 * budget), config.chunk // 32), device)
+    lists = _Lists.allocate(rows, chunks, max(triton.next_power_of_2(2 * budget), 64, config.chunk // 32), device)
     _filter_chunks[(rows * chunks,)](
         scores, lengths, lists.keys, lists.positions, lists.counts, row_stride(scores), S, budget, sink, recent, B,
         ROWS=R, CHUNK=config.chunk, CHUNKS=chunks, COLUMNS=min(config.chunk, config.warps * 128), WIDTH=lists.width,
-        num_warps=config.warps,
+        VECTOR=4 if S % 4 == 0 else 1, num_warps=config.warps,
     )  # fmt: skip
     while True:
         fan = min(chunks, max(2, CHUNK_KEYS // lists.width))
@@ -218,7 +232,7 @@ def select_triton(
         block = triton.next_power_of_2(fan * lists.width)
         _merge_lists[(rows * groups,)](
             lists.keys, lists.positions, lists.counts, lengths, indices, counts,
-            merged.keys, merged.positions, merged.counts, S, budget, sink, recent, B,
+            merged.keys, merged.positions, merged.counts, S, budget, B,
             ROWS=R, BLOCK=block, FAN=fan, LISTS=chunks, GROUPS=groups, WIDTH=lists.width, OUT_WIDTH=merged.width,
             PAD=pad, num_warps=warps(block, KEYS_PER_THREAD // 4),
         )  # fmt: skip
@@ -227,9 +241,12 @@ def select_triton(
         lists, chunks = merged, groups
 
 
-def plan(keys_per_row: int, budget: int) -> SelectConfig:
-    """Launch shape: chunks well above the budget, so that filtering leaves little to merge."""
-    chunk = min(CHUNK_KEYS, triton.next_power_of_2(max(keys_per_row, 16 * budget, DIRECT_KEYS)))
+def plan(keys_per_row: int, budget: int, rows: int) -> SelectConfig:
+    """Launch shape: chunks well above the budget, so that little is left to merge; smaller when rows are few."""
+    least = max(16 * budget, DIRECT_KEYS)
+    chunk = min(CHUNK_KEYS, triton.next_power_of_2(max(keys_per_row, least)))
+    while chunk // 2 >= least and rows * triton.cdiv(keys_per_row, chunk) <= FEW_PROGRAMS:
+        chunk //= 2
     return SelectConfig(chunk=chunk, warps=warps(chunk, KEYS_PER_THREAD))
 
 

@@ -1,0 +1,104 @@
+"""Cases for Triton's interpreter: sparse attention's kernel against the reference.
+
+Started by test_sparse_attention_interpreted. The interpreter's bf16 is wrong, so fp16 and fp32 only.
+"""
+
+import pytest
+import torch
+
+from specdial.kernels.sparse_attention import SparseWorkspace, sparse_attention
+from specdial.kernels.sparse_attention.triton import SparseConfig, sizes, sparse_attention_triton
+
+
+def problem(
+    *, G: int = 1, T: int = 1, D: int = 64, keys: int = 63, budget: int = 8, page: int = 1, drafted: int = 0
+) -> dict[str, torch.Tensor]:
+    """Two sequences of about `keys` cached keys, the rest of the buffers NaN, the slots past the count garbage."""
+    torch.manual_seed(G * 100 + T)
+    B, Hk = 2, 2
+    tail_start = torch.tensor([keys, max(1, keys // 2)]) // page * page
+    lengths = tail_start + drafted
+    S = int(lengths.max()) + T + 3
+    k, v = torch.randn(B, Hk, S, D), torch.randn(B, Hk, S, D)
+    for b in range(B):
+        k[b, :, int(lengths[b]) + T :] = float("nan")
+        v[b, :, int(lengths[b]) + T :] = float("nan")
+    counts = torch.minimum(torch.full((B, Hk), budget), tail_start[:, None] // page)
+    counts[1, 1] = 0
+    indices = torch.full((B, Hk, budget), 2**30 // page, dtype=torch.int32)
+    for b in range(B):
+        for h in range(Hk):
+            chosen = torch.randperm(int(tail_start[b]) // page)[: int(counts[b, h])].sort().values
+            indices[b, h, : len(chosen)] = chosen.int()
+    q = torch.randn(B, T, Hk * G, D)
+    return {
+        "q": q, "k_cache": k, "v_cache": v, "indices": indices, "counts": counts, "tail_start": tail_start,
+        "lengths": lengths,
+    }  # fmt: skip
+
+
+def compare(call: dict[str, torch.Tensor], tolerance: float, **options: object) -> None:
+    """Both backends on one problem."""
+    tensors = [call[name] for name in ("q", "k_cache", "v_cache", "indices", "counts")]
+    where = {"tail_start": call["tail_start"], "lengths": call["lengths"]}
+    got = sparse_attention(*tensors, backend="triton", **where, **options)
+    want = sparse_attention(*tensors, backend="reference", **where, page=options.get("page", 1))
+    torch.testing.assert_close(got, want, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("G", [1, 3, 4, 6, 7, 8])
+@pytest.mark.parametrize("T", [1, 5])
+def test_groups_and_rows(G: int, T: int) -> None:
+    compare(problem(G=G, T=T), 1e-5)
+
+
+@pytest.mark.parametrize(("keys", "budget"), [(1, 1), (63, 63), (1000, 40), (1000, 65)])
+def test_odd_lengths(keys: int, budget: int) -> None:
+    compare(problem(keys=keys, budget=budget, T=2, D=128, G=2), 1e-5)
+
+
+@pytest.mark.parametrize(("page", "drafted", "T"), [(16, 0, 3), (4, 9, 1), (16, 40, 2)])
+def test_pages_and_drafted_tokens(page: int, drafted: int, T: int) -> None:
+    compare(problem(keys=150, budget=3, page=page, drafted=drafted, T=T, G=2), 1e-5, page=page)
+
+
+def test_long_drafts_take_several_row_blocks() -> None:
+    compare(problem(T=33, G=2), 1e-5)
+
+
+def test_half_precision_is_read_as_such() -> None:
+    call = problem(G=3, T=2, D=128)
+    compare({name: x.half() if x.is_floating_point() else x for name, x in call.items()}, 5e-3)
+
+
+@pytest.mark.parametrize("splits", [1, 2, 5])
+def test_any_split_merges_to_the_same_result_and_leaves_the_counters_at_zero(splits: int) -> None:
+    call = problem(G=3, T=2, keys=90, budget=40, drafted=3)
+    config = SparseConfig(block_m=16, block_n=16, splits=splits, warps=4, stages=2)
+    partials, arrivals = sizes(4, 6, 64, config)
+    workspace = SparseWorkspace.allocate(partials, arrivals, "cpu")
+    tensors = [call[name] for name in ("q", "k_cache", "v_cache", "indices", "counts")]
+    where = {"tail_start": call["tail_start"], "lengths": call["lengths"]}
+    want = sparse_attention(*tensors, backend="reference", **where)
+    for _ in range(2):
+        workspace.partials.fill_(float("nan"))
+        got = sparse_attention_triton(*tensors, **where, workspace=workspace, config=config)
+        torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
+        assert workspace.arrivals.count_nonzero() == 0
+
+
+def test_a_workspace_too_small_is_refused() -> None:
+    call = problem()
+    tensors = [call[name] for name in ("q", "k_cache", "v_cache", "indices", "counts")]
+    with pytest.raises(ValueError, match="workspace holds 1 partials"):
+        sparse_attention_triton(
+            *tensors, tail_start=call["tail_start"], lengths=call["lengths"],
+            workspace=SparseWorkspace.allocate(1, 1, "cpu"), config=SparseConfig(16, 16, 2, 4, 2),
+        )  # fmt: skip
+
+
+def test_an_expanded_selection_is_read_through_its_strides() -> None:
+    call = problem(G=2)
+    call["indices"] = call["indices"][:, :1].expand(-1, 2, -1)
+    call["counts"] = torch.tensor([5, 0])
+    compare(call, 1e-5)
