@@ -1,8 +1,8 @@
 """Triton kernels of full attention: one pass over K and V in splits, then a merge; statistics ride along.
 
 The grid is fixed by the host from shapes alone; every program reads `lengths` on the device and works out which keys
-are its own, so one captured graph serves all lengths. Program y < B of the split kernel takes the masked end of
-sequence y (its last partial tile and the new block); the others share all full tiles evenly, whatever the lengths.
+are its own, so one captured graph serves all lengths. The first `slots` programs of a kv head share the full tiles of
+all sequences evenly, whatever the lengths; B more take the masked ends (last partial tile and the new block).
 """
 
 import triton
@@ -62,7 +62,8 @@ def split_kernel(
     q_sb, q_st, q_sh, k_sb, k_sh, k_ss, v_sb, v_sh, v_ss,
     B, S, T, M, slots, m_tiles, scale_log2,
     G: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr,
-    MASS: tl.constexpr, PAGE: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, PDL: tl.constexpr,
+    MASS: tl.constexpr, PAGE: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, ROTATE: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Attention of one row tile over one chunk of keys: partial output and log-sum-exp (base 2).
 
@@ -72,14 +73,14 @@ def split_kernel(
         await_previous()
     kv_head = tl.program_id(0) // m_tiles
     kv_heads = tl.num_programs(0) // m_tiles
-    part = tl.program_id(1)  # 0 .. B-1: masked end of a sequence; B .. B+slots-1: full tiles
+    slot = tl.program_id(1)  # 0 .. slots-1: full tiles; then the masked ends, which fill what the chunks leave idle
     tiles, chunks, chunk = split_plan(lengths, B, 0, S // BLOCK_N, slots, BLOCK_N, BLOCK_B)
     sequences = tl.arange(0, BLOCK_B)
-    is_end = part < B
-    slot = part - B
+    is_end = slot >= slots
     ends = tl.cumsum(chunks, 0)  # [BLOCK_B]
-    if slot >= tl.sum(chunks):
+    if (slot >= tl.sum(chunks)) & (slot < slots):
         return
+    part = tl.where(is_end, slot - slots, slot + B)  # where its result goes: 0 .. B-1 the ends, then the chunks
     b = tl.where(is_end, part, tl.sum((ends <= slot).to(tl.int32)))
     own = sequences == b
     full_tiles = tl.sum(tl.where(own, tiles, 0))
@@ -96,65 +97,65 @@ def split_kernel(
     b64 = b.to(tl.int64)
     q_rows = q + b64 * q_sb + t.to(tl.int64) * q_st + (kv_head * G + g).to(tl.int64) * q_sh
     q_tile = tl.load(q_rows[:, None] + d[None, :], mask=row_ok[:, None], other=0.0)  # [BLOCK_M, D]
-    first_key = begin.to(tl.int64) * BLOCK_N
-    k_ptrs = k + b64 * k_sb + kv_head.to(tl.int64) * k_sh + (first_key + keys[None, :]) * k_ss + d[:, None]
-    v_ptrs = v + b64 * v_sb + kv_head.to(tl.int64) * v_sh + (first_key + keys[:, None]) * v_ss + d[None, :]
+    k_head = b64 * k_sb + kv_head.to(tl.int64) * k_sh
+    v_head = b64 * v_sb + kv_head.to(tl.int64) * v_sh
+    k_ptrs = k + k_head + keys[None, :].to(tl.int64) * k_ss + d[:, None]
+    v_ptrs = v + v_head + keys[:, None].to(tl.int64) * v_ss + d[None, :]
     head = b64 * kv_heads + kv_head
     mass_ptr, max_ptr = log_mass + rows, tile_max + rows
     mass_step, max_step = 0, 0
     if MASS == 1:
-        mass_ptr = log_mass + (head * tl.cdiv(S, PAGE) + begin * (BLOCK_N // PAGE)) * M + rows
+        mass_ptr = log_mass + head * tl.cdiv(S, PAGE) * M + rows
         mass_step = (BLOCK_N // PAGE) * M
     if MASS == 2:
-        mass_ptr = log_mass + (head * M + rows) * S + first_key
+        mass_ptr = log_mass + (head * M + rows) * S
         mass_step = BLOCK_N
-        max_ptr = tile_max + (head * tl.cdiv(S, BLOCK_N) + begin) * M + rows
+        max_ptr = tile_max + head * tl.cdiv(S, BLOCK_N) * M + rows
         max_step = M
 
     acc = tl.zeros([BLOCK_M, D], dtype=tl.float32)
     total = tl.zeros([BLOCK_M], dtype=tl.float32)
     top = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
+    tile = begin
     if is_end:
         length = tl.load(lengths + b).to(tl.int32)
         key_count = tl.minimum(length + T, S)
-        for tile in tl.range(begin, tl.cdiv(key_count, BLOCK_N), num_stages=1):
+        for _ in tl.range(begin, tl.cdiv(key_count, BLOCK_N), num_stages=1):
             left = key_count - tile * BLOCK_N
-            k_tile = tl.load(k_ptrs, mask=keys[None, :] < left, other=0.0)
-            v_tile = tl.load(v_ptrs, mask=keys[:, None] < left, other=0.0)
+            key = tile.to(tl.int64) * BLOCK_N
+            k_tile = tl.load(k_ptrs + key * k_ss, mask=keys[None, :] < left, other=0.0)
+            v_tile = tl.load(v_ptrs + key * v_ss, mask=keys[:, None] < left, other=0.0)
             last = length + tl.minimum(t, T - 1) - tile * BLOCK_N  # [BLOCK_M], in this tile
             visible = keys[None, :] <= tl.minimum(last, left - 1)[:, None]
             pages_left = tl.cdiv(S, PAGE) - tile * (BLOCK_N // PAGE)
             key_ok = pages_left if MASS == 1 else S - tile * BLOCK_N
             acc, total, top = _attend(
-                acc, total, top, q_tile, k_tile, v_tile, scale_log2, visible, mass_ptr, max_ptr, M, row_ok, key_ok,
+                acc, total, top, q_tile, k_tile, v_tile, scale_log2, visible,
+                mass_ptr + tile * mass_step, max_ptr + tile * max_step, M, row_ok, key_ok,
                 True, MASS, PAGE, PRECISION,
             )  # fmt: skip
-            k_ptrs += BLOCK_N * k_ss
-            v_ptrs += BLOCK_N * v_ss
-            mass_ptr += mass_step
-            max_ptr += max_step
+            tile += 1
     else:
-        k_row = ((b64 * k_sb + kv_head.to(tl.int64) * k_sh) // k_ss + first_key).to(tl.int32)
-        v_row = ((b64 * v_sb + kv_head.to(tl.int64) * v_sh) // v_ss + first_key).to(tl.int32)
+        k_row = (k_head // k_ss).to(tl.int32)
+        v_row = (v_head // v_ss).to(tl.int32)
+        if ROTATE:  # chunks in lockstep would walk through memory a power of two apart
+            tile += (slot * tl.num_programs(0) + tl.program_id(0)) * 37 % (stop - begin)
         for _ in tl.range(begin, stop):
+            key = tile * BLOCK_N
             if TMA:
-                k_tile = tl.trans(k_desc.load([k_row, 0]))  # [D, BLOCK_N]
-                v_tile = v_desc.load([v_row, 0])  # [BLOCK_N, D]
+                k_tile = tl.trans(k_desc.load([k_row + key, 0]))  # [D, BLOCK_N]
+                v_tile = v_desc.load([v_row + key, 0])  # [BLOCK_N, D]
             else:
-                k_tile = tl.load(k_ptrs)
-                v_tile = tl.load(v_ptrs)
+                k_tile = tl.load(k_ptrs + key.to(tl.int64) * k_ss)
+                v_tile = tl.load(v_ptrs + key.to(tl.int64) * v_ss)
             acc, total, top = _attend(
-                acc, total, top, q_tile, k_tile, v_tile, scale_log2, True, mass_ptr, max_ptr, M, row_ok, BLOCK_N,
+                acc, total, top, q_tile, k_tile, v_tile, scale_log2, True,
+                mass_ptr + tile * mass_step, max_ptr + tile * max_step, M, row_ok, BLOCK_N,
                 False, MASS, PAGE, PRECISION,
             )  # fmt: skip
-            if TMA:
-                k_row += BLOCK_N
-                v_row += BLOCK_N
-            else:
-                k_ptrs += BLOCK_N * k_ss
-                v_ptrs += BLOCK_N * v_ss
-            mass_ptr += mass_step
-            max_ptr += max_step
+            tile += 1
+            if ROTATE:
+                tile = tl.where(tile == stop, begin, tile)
     place = (kv_head.to(tl.int64) * (B + slots) + part) * M + rows  # [BLOCK_M]
     tl.store(part_out + place[:, None] * D + d[None, :], acc / total[:, None], mask=row_ok[:, None])
     tl.store(part_lse + place, top + tl.log2(total), mask=row_ok)

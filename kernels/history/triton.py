@@ -21,22 +21,22 @@ def push_rows_kernel(
     length = tl.load(lengths + sequence).to(tl.int32)
     rows = tl.minimum(tl.load(committed + sequence).to(tl.int32), T)
     slot = tl.arange(0, BLOCK_W)[:, None]  # [BLOCK_W, 1]
-    entries = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[None, :]  # [1, BLOCK]
-    # The last committed row is rows - 1; a slot takes the row as many positions behind it as the slot is behind its
-    # own. Older rows that would land in the same slot are gone, and negative means that none lands there.
-    last = rows - 1
-    behind = (length + last - slot) % W
+    entries = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
+    oldest = tl.maximum(rows - W, 0)  # older rows would land in slots of newer ones
+    behind = (length + rows - 1 - slot) % W  # positions from the last committed row back to the slot's
     behind = tl.where(behind < 0, behind + W, behind)
-    t = tl.where((slot < W) & (rows > 0), last - behind, -1)  # [BLOCK_W, 1]
-    values = row_mass(mass, tile_max, lse, length, head, t, entries, T, width, G, KIND, UNIT, TILE)
-    place = ring + (head * W + slot) * S + entries
-    inside = (slot < W) & (entries < S)
+    lands = behind < rows - oldest  # [BLOCK_W, 1]
+    place = ring + (head * W + slot) * S + entries[None, :]
+    inside = (slot < W) & (entries < S)[None, :]
+    tile = tl.zeros([BLOCK_W, BLOCK], dtype=tl.float32)
     if SCORE:
-        kept = tl.load(place, mask=inside & (t < 0), other=0.0)
-        total = tl.sum(tl.where(t < 0, kept, values), axis=0)  # [BLOCK]
-        own = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-        tl.store(score + head * S + own, total, mask=own < S)
-    tl.store(place, values, mask=inside & (t >= 0))
+        tile = tl.load(place, mask=inside & (lands == 0), other=0.0)
+    for t in range(oldest, rows):
+        values = row_mass(mass, tile_max, lse, length, head, t, entries, T, width, G, KIND, UNIT, TILE)
+        tile = tl.where(behind == rows - 1 - t, values[None, :], tile)
+    if SCORE:
+        tl.store(score + head * S + entries, tl.sum(tl.where(inside, tile, 0.0), axis=0), mask=entries < S)
+    tl.store(place, tile, mask=inside & lands)
 
 
 @triton.jit

@@ -54,7 +54,7 @@ def test_split_kernel_fits(rows: int, group: int, mass: int, programs: int) -> N
     types |= {"lengths": "*i32", "log_mass": "*fp32", "scale_log2": "fp32"}
     types |= dict.fromkeys(("k_desc", "v_desc"), "tensordesc<bf16[64, 128]>")
     constants = {"G": group, "D": 128, "BLOCK_M": tiling.block_m, "BLOCK_N": 64, "BLOCK_B": 16, "MASS": mass}
-    constants |= {"PAGE": 64, "PRECISION": "ieee", "TMA": True, "PDL": True}
+    constants |= {"PAGE": 64, "PRECISION": "ieee", "TMA": True, "ROTATE": False, "PDL": True}
     built, registers, stack = compile_kernel(
         split_kernel, types, constants, num_warps=tiling.warps, num_stages=tiling.stages, launch_pdl=True
     )
