@@ -49,8 +49,8 @@ class Job:
 
     @property
     def backend(self) -> Backend:
-        """Which implementation of every kernel this job runs: chosen once, here, by the device."""
-        return "reference"
+        """Which implementation of every kernel this job runs."""
+        return backend_for(self.model.decoder.device)
 
     def sequences(self, documents: list[Document], policies: list[Policy], window: int | None = None) -> Sequences:
         """Prefilled sequences with room for every policy's drafts. Raises UserError past the model's context."""
@@ -77,14 +77,14 @@ def load_job(model: ModelSettings, workload: Mapping[str, Any], split: str = "al
     return Job(loaded, model.name or loaded.config.name, spec, documents)
 
 
+def backend_for(device: torch.device | str) -> Backend:
+    """The one place that chooses kernels: Triton on a CUDA device, the torch references elsewhere."""
+    return "triton" if torch.device(device).type == "cuda" else "reference"
+
+
 def check_context(tokens: int, model: LoadedModel) -> None:
     """Raise UserError when a sequence would be longer than the model allows."""
-    limit = model.config.max_context_tokens
-    if tokens > limit:
-        raise UserError(
-            f"context and new tokens come to {tokens} tokens, {model.config.name} holds {limit}",
-            f"lower context or new_tokens to at most {limit} together",
-        )
+    model.config.check_context(tokens)
 
 
 def history_window(policies: list[Policy]) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from specdial.engine.job import ModelSettings, check_context, history_window
+from specdial.engine.job import ModelSettings, backend_for, check_context, history_window
 from specdial.engine.loop import Decoding, Round
 from specdial.engine.sampling import Sampling
 from specdial.engine.sequences import Sequences
@@ -51,7 +51,7 @@ def run(settings: Mapping[str, Any]) -> dict[str, Any]:
         len(ids) + s.new_tokens + policy.k_max + 1,
         1,
         window=history_window([policy]),
-        backend="reference",
+        backend=backend_for(model.decoder.device),
     )
     started_s = time.perf_counter()
     sequences.prefill([ids], [s.new_tokens], frozenset() if s.ignore_eos else frozenset(tokenizer.eos_ids))
