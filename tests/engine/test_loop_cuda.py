@@ -1,0 +1,45 @@
+"""The same round on a CUDA device with the Triton kernels: float32 speculation gives the plain greedy tokens."""
+
+import numpy as np
+import pytest
+import torch
+
+from specdial.engine.job import backend_for
+from specdial.engine.loop import Decoding
+from specdial.engine.sampling import Sampling
+from specdial.engine.sequences import Sequences
+from specdial.engine.weights import load_model
+from specdial.policies.schema import policy_from_mapping
+
+pytestmark = pytest.mark.gpu
+PLAIN = policy_from_mapping({"name": "plain", "drafter": {"kind": "none"}, "controller": {"kind": "none"}})
+KV = {"budget": 40, "sink": 2, "recent": 8, "window": 8}
+
+
+@pytest.fixture(scope="module")
+def sequences(tiny_checkpoint):
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    model = load_model(str(tiny_checkpoint("llama")), device="cuda", dtype="float32")
+    assert backend_for(model.decoder.device) == "triton"
+    prompts = [np.random.default_rng(seed).integers(0, 256, n).tolist() for seed, n in ((1, 60), (2, 131), (3, 17))]
+    s = Sequences(model.decoder, 260, 3, window=8, backend="triton")
+    s.prefill(prompts, [40, 33, 48])
+    return s
+
+
+def decode(s, policy):
+    s.rewind()
+    rounds = list(Decoding(s, policy, Sampling(), [0, 1, 2]).rounds())
+    return [list(t) for t in s.tokens], rounds
+
+
+@pytest.mark.parametrize(
+    "controller",
+    [{"kind": "fixed", "k": 4}, {"kind": "fixed", "k": 9}, {"kind": "entropy"}, {"kind": "rate", "gamma": 0.1}],
+)
+def test_lossless_on_cuda(sequences, controller):
+    plain, _ = decode(sequences, PLAIN)
+    tokens, rounds = decode(sequences, policy_from_mapping({"controller": controller, "draft_kv": KV}))
+    assert tokens == plain
+    assert sum(int(r.accepted.sum()) for r in rounds) > 0
