@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from specdial.engine.trace.reader import CostTable, Trace
 from specdial.engine.trace.schema import OPS, PLAIN
-from specdial.simulator.measured import CONTEXT, CostRefusedError, Measured, leave_one_out
+from specdial.simulator.measured import BATCH, CONTEXT, CostRefusedError, Measured, leave_one_out
 from specdial.simulator.physics import AXES, fit_physics
 
 Floats = npt.NDArray[np.float64]
@@ -111,6 +111,10 @@ class CostModel:
     def contexts(self) -> list[float]:
         """Every measured context length: between two neighbours all costs are linear in context."""
         return sorted({float(c) for measured in self.measured.values() for c in measured.points[:, CONTEXT]})
+
+    def batches(self) -> list[int]:
+        """Every measured batch size."""
+        return sorted({int(b) for measured in self.measured.values() for b in measured.points[:, BATCH]})
 
     def leave_one_out(self) -> dict[str, dict[str, float]]:
         """Per operation: relative error of each measurement predicted from the others, median and worst."""

@@ -24,13 +24,17 @@ class CostRefusedError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Measurements of one operation: points [n, 4] along AXES, medians [n], and the fitted physical terms."""
+    """Measurements of one operation: points [n, 4] along AXES, medians [n], and the fitted physical terms.
+
+    assumed: the values were computed for another machine, so every answer counts as extrapolated.
+    """
 
     op: str
     points: Floats
     values_us: Floats
     physics: Physics
     context_range: tuple[float, float]
+    assumed: bool = False
 
     @classmethod
     def of(cls, op: str, points: Floats, values_us: Floats) -> "Measured":
@@ -39,7 +43,8 @@ class Measured:
 
     def at(self, query: Floats) -> tuple[float, bool]:
         """(microseconds, extrapolated) at one point [4]. Raises CostRefusedError."""
-        return self._at(query, np.arange(len(self.points)), 0)
+        value, extrapolated = self._at(query, np.arange(len(self.points)), 0)
+        return value, extrapolated or self.assumed
 
     def _at(self, query: Floats, rows: Ints, axis: int) -> tuple[float, bool]:
         if axis == len(AXES):

@@ -15,6 +15,7 @@ from specdial.engine.trace.reader import Trace
 from specdial.policies.errors import UserError
 from specdial.policies.schema import Policy
 from specdial.simulator.costs import CostModel, CostRefusedError
+from specdial.simulator.imputation import imputed
 from specdial.simulator.lanes import Documents, Record, read_record
 from specdial.simulator.mixing import drawn, with_budgets
 from specdial.simulator.outcome import Outcome, Rounds, bootstrap_interval
@@ -92,7 +93,7 @@ def _judge(record: Record, policies: Sequence[Policy], seed: int) -> tuple[Recor
         replace(j, arms=tuple(a if mix is None else place[mix] for a, mix in zip(j.arms, j.between, strict=True)))
         for j in judged
     ]
-    return with_budgets(record, wanted, seed), renamed
+    return with_budgets(imputed(record, seed), wanted, seed), renamed
 
 
 def _documents(record: Record, split: str | None) -> Documents:

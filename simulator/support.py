@@ -1,8 +1,8 @@
 """What a record can say about a policy: exactly, by a model, or nothing, and why.
 
 exact: greedy decoding, a lossless policy, its drafter and selection recorded, no draft longer than recorded; or the
-very policy that was recorded. modelled: sampled decoding (acceptance drawn from recorded probabilities) or a budget
-between recorded ones.
+very policy that was recorded. modelled: sampled decoding (acceptance drawn from recorded probabilities), a budget
+between recorded ones, or another policy on a sparse trace.
 refused: everything else; the reason names the setting.
 """
 
@@ -13,6 +13,7 @@ from typing import Any, Literal
 from specdial.policies.fields import to_plain
 from specdial.policies.file import policy_digest
 from specdial.policies.schema import Policy
+from specdial.simulator.imputation import can_impute
 from specdial.simulator.lanes import Record
 
 Level = Literal["exact", "modelled", "refused"]
@@ -41,6 +42,11 @@ def support(record: Record, policy: Policy) -> Support:
         return Support("exact", None, (0,) * variants, (None,) * variants)
     level: Level = "exact"
     reasons: list[str] = []
+    if not meta["dense"] and policy.k_max > 0:
+        if not can_impute(record):
+            return _refused("the trace is sparse and holds too few drafts to model others: record with dense=true")
+        level = "modelled"
+        reasons.append("the trace is sparse: chains that were not recorded are drawn from those that were")
     arms: list[int] = []
     between: list[tuple[int, int, int] | None] = []
     for variant in policy.variants():

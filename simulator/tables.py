@@ -8,6 +8,8 @@ from rich.table import Table
 
 from specdial.policies.file import policy_digest
 from specdial.simulator.choice import Choice
+from specdial.simulator.costs import CostModel
+from specdial.simulator.crossover import Corner
 from specdial.simulator.inversion import Inversion
 from specdial.simulator.outcome import Outcome
 
@@ -88,6 +90,41 @@ def print_inversion(rows: Sequence[Inversion]) -> None:
 def wide_console() -> Console:
     """A console wide enough for the tables; a narrower terminal wraps lines rather than numbers."""
     return Console(width=max(Console().width, 144))
+
+
+def print_surface(corners: Sequence[Corner]) -> None:
+    """Best fixed k and its speedup by context and batch; 0 is plain decoding."""
+    if not corners:
+        return
+    batches = sorted({corner.batch for corner in corners})
+    table = Table(title="best fixed k (its speedup) by context and batch, acceptance as recorded", title_justify="left")
+    table.add_column("context", justify="right")
+    for batch in batches:
+        table.add_column(f"batch {batch}", justify="right")
+    found = {(corner.context_tokens, corner.batch): corner for corner in corners}
+    for context in sorted({corner.context_tokens for corner in corners}):
+        cells = [found.get((context, batch)) for batch in batches]
+        table.add_row(
+            str(context),
+            *("-" if c is None else f"{c.k} ({c.speedup:.2f}){'*' if c.extrapolated else ''}" for c in cells),
+        )
+    wide_console().print(table)
+
+
+def corner_text(corner: Corner | None) -> str:
+    """k (speedup), starred where extrapolated, a dash where the costs are unknown."""
+    return "-" if corner is None else f"{corner.k} ({corner.speedup:.2f}){'*' if corner.extrapolated else ''}"
+
+
+def print_costs(costs: CostModel) -> None:
+    """Leave-one-out error of the cost model, one line."""
+    parts = [
+        f"{op} {error['median_frac']:.1%} (worst {error['worst_frac']:.1%})"
+        for op, error in costs.leave_one_out().items()
+        if "median_frac" in error
+    ]
+    text = ", ".join(parts) if parts else "too few measurements to say"
+    wide_console().print(f"cost model, error of each measurement predicted from the others: {text}", highlight=False)
 
 
 def breakdown_text(outcome: Outcome) -> str:

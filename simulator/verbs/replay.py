@@ -11,12 +11,14 @@ from specdial.policies.fields import parse, setting, to_plain
 from specdial.policies.file import load_policy, policy_digest
 from specdial.policies.schema import Policy, policy_from_mapping
 from specdial.simulator.costs import CostModel
+from specdial.simulator.crossover import Corner, crossover_surface
 from specdial.simulator.inversion import Inversion, inversion_table
 from specdial.simulator.lanes import Record, read_record
 from specdial.simulator.load import load_costs, trace_digest
 from specdial.simulator.outcome import Outcome
 from specdial.simulator.replay import replay
-from specdial.simulator.tables import print_inversion, print_outcomes
+from specdial.simulator.tables import print_costs, print_inversion, print_outcomes, print_surface
+from specdial.simulator.whatif import on_other_hardware
 
 SCHEMA = "specdial/replay/1"
 
@@ -26,7 +28,9 @@ class Settings:
     """Settings of `replay`.
 
     policies: policy mappings, or paths of policy files. costs: a cost table, None for the trace's own rounds.
-    split: documents to replay, None for all. bootstrap: resamples. inversion: also sweep fixed k for every arm.
+    split: documents to replay, None for all. bootstrap: resamples. inversion: also sweep fixed k for every arm, and
+    the best fixed k over the measured contexts and batches. bandwidth_ratio, compute_ratio: what if the machine had
+    these multiples of its memory bandwidth and compute rate.
     """
 
     trace: str
@@ -37,6 +41,8 @@ class Settings:
     bootstrap: int = setting(1000, low=0, high=100_000)
     seed: int = setting(0, low=0)
     inversion: bool = False
+    bandwidth_ratio: float = setting(1.0, low=0.01, high=100.0)
+    compute_ratio: float = setting(1.0, low=0.01, high=100.0)
     out: str | None = None
 
 
@@ -48,6 +54,7 @@ class _Result:
     costs: CostModel
     outcomes: list[Outcome]
     inversions: list[Inversion] = field(default_factory=list)
+    surface: list[Corner] = field(default_factory=list)
 
 
 def run(settings: dict[str, Any]) -> dict[str, Any]:
@@ -57,20 +64,29 @@ def run(settings: dict[str, Any]) -> dict[str, Any]:
     if not policies and not s.inversion:
         raise UserError("no policy to replay", "give policy=NAME or policy=FILE")
     record = read_record(read_trace(s.trace))
-    costs = load_costs(s.costs, record.trace)
+    costs = on_other_hardware(load_costs(s.costs, record.trace), s.bandwidth_ratio, s.compute_ratio)
     outcomes = replay(record, costs, policies, s.split, s.batch, bootstrap=s.bootstrap, seed=s.seed)
     inversions = inversion_table(record, costs, s.split, s.batch) if s.inversion else []
-    result = _Result(record, costs, outcomes, inversions)
+    contexts = [round(context) for context in costs.contexts()]
+    surface = crossover_surface(record, costs, contexts, costs.batches(), s.split) if s.inversion else []
+    result = _Result(record, costs, outcomes, inversions, surface)
     if outcomes:
         print_outcomes(outcomes, title=f"replay of {record.trace.path.name}, split {s.split or 'all'}, batch {s.batch}")
     if inversions:
         print_inversion(inversions)
+        print_surface(surface)
+    print_costs(costs)
     document = _document(s, result)
     if s.out is not None:
         claim_directory(Path(s.out), "replay", to_plain(s))
         write_json_atomic(Path(s.out) / "replay.json", document)
     first: dict[str, Any] = document["outcomes"][0] if outcomes else {}
-    return {**first, "outcomes": document["outcomes"], "inversion": document["inversion"]}
+    return {
+        **first,
+        "outcomes": document["outcomes"],
+        "inversion": document["inversion"],
+        "surface": document["surface"],
+    }
 
 
 def resolve_policy(value: object, number: int = 0) -> Policy:
@@ -98,5 +114,6 @@ def _document(s: Settings, result: _Result) -> dict[str, Any]:
             for outcome in result.outcomes
         ],
         "inversion": [to_plain(inversion) for inversion in result.inversions],
+        "surface": [to_plain(corner) for corner in result.surface],
         "provenance": provenance(),
     }

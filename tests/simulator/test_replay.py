@@ -189,14 +189,41 @@ def test_a_recorded_policy_replays_to_its_own_rounds_and_time(trace, policy, tmp
     total = sum(sum(table[name]) for name in ("draft_us", "verify_us", "select_us", "host_us"))
     assert outcome.us_per_token * outcome.tokens == pytest.approx(total, rel=1e-12)
     assert outcome.speedup is None
-    (other,) = replay(own, None, [policy("fixed", controller={"k": 8})])
+
+
+@pytest.mark.parametrize(
+    "made_by", [{"kind": "fixed", "k": 8}, {"kind": "fixed", "k": 3}, {"kind": "rate", "k_max": 8}]
+)
+def test_a_sparse_trace_models_other_policies_near_their_dense_replay(tmp_path, policy, costs, made_by):
+    shape = Shape(documents=12, new_tokens=150)
+    write_trace(tmp_path / "dense", shape)
+    dense = read_trace(tmp_path / "dense")
+    recorded = policy(made_by["kind"], controller={k: v for k, v in made_by.items() if k != "kind"})
+    (log,) = replay_rounds(dense, [recorded])
+    write_recorded(tmp_path / "sparse", recorded, rows_of(log), dense=False, shape=shape)
+    sparse = read_trace(tmp_path / "sparse")
+    others = [policy("fixed", controller={"k": k}) for k in (1, 2, 3, 4, 6, 8) if k <= recorded.k_max]
+    others += [policy("confidence", controller={"k_max": recorded.k_max, "threshold": 0.4})]
+    for modelled, exact in zip(replay(sparse, costs, others), replay(dense, costs, others), strict=True):
+        assert modelled.level == ("exact" if modelled.policy.controller == recorded.controller else "modelled")
+        assert modelled.tokens_per_round == pytest.approx(exact.tokens_per_round, rel=0.08)
+    (longer,) = replay(sparse, costs, [policy("fixed", controller={"k": recorded.k_max + 1})])
+    assert longer.level == "refused"
+
+
+def test_a_sparse_trace_with_hardly_a_draft_refuses_others(tmp_path, policy, costs):
+    shape = Shape(documents=1, new_tokens=8)
+    write_trace(tmp_path / "dense", shape)
+    recorded = policy("fixed", controller={"k": 4})
+    (log,) = replay_rounds(read_trace(tmp_path / "dense"), [recorded])
+    write_recorded(tmp_path / "sparse", recorded, rows_of(log), dense=False, shape=shape)
+    (other,) = replay(read_trace(tmp_path / "sparse"), costs, [policy("fixed", controller={"k": 2})])
     assert other.level == "refused"
-    assert "dense" in other.reason
+    assert "dense=true" in other.reason
 
 
-def write_recorded(out, policy, rows, dense):
+def write_recorded(out, policy, rows, dense, shape=Shape()):  # noqa: B008, frozen
     """A trace of `policy` itself: its rounds with noisy times, and only the drafts that it made."""
-    shape = Shape()
     source = out / "source"
     write_trace(source, shape)
     full = read_trace(source)
@@ -205,6 +232,7 @@ def write_recorded(out, policy, rows, dense):
         "policy": policy.decisions(),
         "policy_digest": policy_digest(policy),
         "dense": dense,
+        "k_max": policy.k_max,
     }
     meta["arms"] = [{**meta["arms"][1], "arm": 0}]
     writer = TraceWriter(out, meta)

@@ -1,0 +1,66 @@
+"""Other hardware, and where plain decoding wins."""
+
+import numpy as np
+import pytest
+
+from specdial.policies.errors import UserError
+from specdial.simulator.costs import CostModel
+from specdial.simulator.crossover import crossover_surface, mean_accepted
+from specdial.simulator.lanes import read_record
+from specdial.simulator.measured import Measured
+from specdial.simulator.replay import replay
+from specdial.simulator.synthetic import MODEL
+from specdial.simulator.whatif import on_other_hardware
+
+
+def test_the_same_machine_changes_nothing(costs):
+    assert on_other_hardware(costs, 1.0, 1.0) is costs
+
+
+def test_keys_follow_bandwidth_rows_follow_compute_and_all_is_extrapolated(costs):
+    faster = on_other_hardware(costs, 2.0, 1.0)
+    slope = (costs.plain_us(1024, 1) - costs.plain_us(256, 1)) / 768
+    assert (faster.plain_us(1024, 1) - faster.plain_us(256, 1)) / 768 == pytest.approx(slope / 2, rel=0.02)
+    assert faster.at("plain", 512, 1)[1]
+    rows = on_other_hardware(costs, 1.0, 2.0)
+    step = costs.verify_us(256, 1, 8) - costs.verify_us(256, 1, 0)
+    assert rows.verify_us(256, 1, 8) - rows.verify_us(256, 1, 0) == pytest.approx(step / 2, rel=0.05)
+    assert rows.host_us(256, 1) == costs.host_us(256, 1)
+
+
+def test_a_replay_on_other_hardware_says_that_all_of_it_is_extrapolated(trace, costs, policy):
+    (outcome,) = replay(trace, on_other_hardware(costs, 4.0, 4.0), [policy("fixed")])
+    assert outcome.extrapolated_frac == pytest.approx(1.0)
+    assert outcome.level == "exact"  # acceptance is; its costs are not
+
+
+def test_costs_that_do_not_show_bandwidth_are_refused(costs):
+    points = np.array([[1, 0, 0, 256], [1, 0, 0, 512]], float)
+    flat = CostModel({"plain": Measured.of("plain", points, np.array([10.0, 10.0]))}, {"model": MODEL}, "flat")
+    with pytest.raises(UserError, match="do not rise with context"):
+        on_other_hardware(flat, 2.0, 1.0)
+
+
+def test_plain_wins_where_drafting_grows_dear(trace, costs):
+    """The made-up machine drafts at a cost that grows with batch while a verification's fixed part is shared."""
+    record = read_record(trace)
+    corners = {(c.context_tokens, c.batch): c for c in crossover_surface(record, costs, [256, 1024], [1, 6])}
+    assert corners[256, 1].k > 0
+    assert corners[256, 1].speedup > corners[256, 6].speedup
+    assert corners[1024, 6].speedup > corners[256, 6].speedup  # long contexts make verification worth sharing
+    dear = CostModel(
+        {
+            **costs.measured,
+            "draft": Measured.of("draft", costs.measured["draft"].points, costs.measured["draft"].values_us * 50),
+        },
+        costs.meta,
+        "dear drafts",
+    )
+    assert all(c.k == 0 and c.speedup == 1.0 for c in crossover_surface(record, dear, [256, 1024], [1, 6]))
+
+
+def test_accepted_drafts_grow_with_k_and_budget(trace):
+    accepted = mean_accepted(read_record(trace))
+    assert accepted[256, 1] <= accepted[256, 8]
+    assert accepted[128, 8] < accepted[256, 8]
+    assert set(accepted) == {(budget, k) for budget in (128, 256) for k in range(1, 9)}
