@@ -9,12 +9,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from specdial.engine.verbs import calibrate, record, validate
 from specdial.engine.verbs import run as run_verb
 from specdial.policies import export
+from specdial.policies.console import table_console
 from specdial.policies.fields import parse, setting, to_plain
 from specdial.policies.file import load_policy, policy_digest
 from specdial.policies.schema import DraftKV, Policy
@@ -127,7 +127,7 @@ def _print(policies: list[Policy], rows: dict[str, dict[str, Any]], tuned: dict[
             str(policy.draft_kv.budget) if policy.k_max else "-",
             "yes" if policy.lossless else "no",
         )
-    console = Console()
+    console = table_console()
     console.print(table)
     crossover = tuned["crossover"]
     if not tuned["pays"] and crossover is not None:

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.console import Console
 from rich.table import Table
 
 from specdial.engine.job import Job, ModelSettings, check_context, describe, hardware, load_job
@@ -20,6 +19,7 @@ from specdial.engine.sampling import Sampling
 from specdial.engine.sequences import Sequences
 from specdial.engine.trace.writer import write_costs
 from specdial.policies.artifact import claim_directory, provenance
+from specdial.policies.console import table_console
 from specdial.policies.errors import UserError
 from specdial.policies.fields import parse, setting, to_plain
 from specdial.policies.schema import DraftKV, Policy, policy_from_mapping
@@ -163,4 +163,4 @@ def _print(out: Path, job: Job, rows: list[dict[str, Any]]) -> None:
             *(f"{row[name] / 1e3:.2f}" for name in ("median_us", "p10_us", "p90_us")),
             rate,
         )
-    Console().print(table)
+    table_console().print(table)

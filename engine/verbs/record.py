@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from specdial.engine.dense import dense_table, record_dense
@@ -19,6 +18,7 @@ from specdial.engine.recorder import Recorder
 from specdial.engine.sampling import Sampling
 from specdial.engine.trace.writer import TraceWriter
 from specdial.policies.artifact import claim_directory, provenance
+from specdial.policies.console import table_console
 from specdial.policies.errors import UserError
 from specdial.policies.fields import parse, setting, to_plain
 from specdial.policies.file import policy_digest
@@ -126,4 +126,4 @@ def _print(out: Path, job: Job, policy: Policy, totals: dict[str, int], resumed:
         str(totals["tokens"]),
         f"{totals['tokens'] / totals['rounds']:.2f}" if totals["rounds"] else "-",
     )
-    Console().print(table)
+    table_console().print(table)

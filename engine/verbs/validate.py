@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.console import Console
 from rich.table import Table
 from scipy.stats import spearmanr
 
@@ -21,6 +20,7 @@ from specdial.engine.loop import Decoding, Round
 from specdial.engine.progress import progress
 from specdial.engine.sampling import Sampling
 from specdial.policies.artifact import claim_directory, provenance, write_json_atomic
+from specdial.policies.console import table_console
 from specdial.policies.errors import UserError
 from specdial.policies.fields import parse, setting, to_plain
 from specdial.policies.file import policy_digest, save_policy
@@ -242,7 +242,7 @@ def _print(out: Path, job: Job, rows: list[dict[str, Any]], content: dict[str, A
             f"{m['k']:.1f}",
             "yes" if m["documents_differing_from_plain"] == 0 else f"{m['documents_differing_from_plain']} differ",
         )
-    console = Console()
+    console = table_console()
     console.print(table)
     if content["regret"] is not None:
         console.print(f"regret of the best-predicted policy {content['regret']:.1%}")
