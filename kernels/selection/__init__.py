@@ -58,7 +58,7 @@ def select(
     else:
         if budget > MAX_TRITON_BUDGET:
             raise ValueError(f'budget {budget} exceeds {MAX_TRITON_BUDGET}, the most that backend "triton" selects')
-        from specdial.kernels.selection.triton import select_triton
+        from specdial.kernels.selection.launch import select_triton
 
         indices, counts = select_triton(pooled, lengths, budget=budget, sink=sink, recent=recent)
     return indices.expand(*scores.shape[:-1], budget), counts

@@ -15,7 +15,7 @@ from specdial.kernels.checks import (
 from specdial.kernels.sparse_attention.reference import sparse_attention_reference
 from specdial.kernels.sparse_attention.workspace import SparseWorkspace
 
-__all__ = ["SparseWorkspace", "sparse_attention"]
+__all__ = ["SparseWorkspace", "sparse_attention", "workspace_for"]
 
 HEAD_DIMS = (64, 128)
 MAX_SLAB_ELEMENTS = 2**31  # offsets inside one head's keys are int32
@@ -67,6 +67,18 @@ def sparse_attention(
     return sparse_attention_triton(
         q, k_cache, v_cache, indices, counts, tail_start=tail_start, lengths=lengths, page=page, workspace=workspace
     )
+
+
+def workspace_for(q: torch.Tensor, k_cache: torch.Tensor, indices: torch.Tensor, *, page: int = 1) -> SparseWorkspace:
+    """A workspace for calls of backend "triton" on tensors of these shapes; allocate it before capturing a graph."""
+    from specdial.kernels.sparse_attention.triton import plan, sizes
+
+    B, T, H, D = q.shape
+    Hk = k_cache.shape[1]
+    rows = T * H // Hk
+    config = plan(B * Hk, rows, indices.shape[2] * page + T, q.dtype)
+    partials, arrivals = sizes(B * Hk, rows, D, config)
+    return SparseWorkspace.allocate(partials, arrivals, q.device)
 
 
 def _check(

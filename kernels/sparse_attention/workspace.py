@@ -14,7 +14,7 @@ class SparseWorkspace:
 
     @classmethod
     def allocate(cls, partials: int, arrivals: int, device: torch.device | str) -> "SparseWorkspace":
-        """Sizes in elements; `sizes` in the Triton module gives them for a shape."""
+        """Sizes in elements; `workspace_for` chooses them for a call."""
         return cls(
             partials=torch.empty(max(1, partials), dtype=torch.float32, device=device),
             arrivals=torch.zeros(max(1, arrivals), dtype=torch.int32, device=device),

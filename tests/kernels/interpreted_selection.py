@@ -6,8 +6,8 @@ Started by test_sparse_attention_interpreted. Leaves out races, which only a GPU
 import pytest
 import torch
 
+from specdial.kernels.selection import launch as module
 from specdial.kernels.selection import select
-from specdial.kernels.selection import triton as module
 
 
 def scores_of(kind: str, shape: tuple[int, ...]) -> torch.Tensor:

@@ -6,7 +6,7 @@ Started by test_sparse_attention_interpreted. The interpreter's bf16 is wrong, s
 import pytest
 import torch
 
-from specdial.kernels.sparse_attention import SparseWorkspace, sparse_attention
+from specdial.kernels.sparse_attention import SparseWorkspace, sparse_attention, workspace_for
 from specdial.kernels.sparse_attention.triton import SparseConfig, sizes, sparse_attention_triton
 
 
@@ -102,3 +102,12 @@ def test_an_expanded_selection_is_read_through_its_strides() -> None:
     call["indices"] = call["indices"][:, :1].expand(-1, 2, -1)
     call["counts"] = torch.tensor([5, 0])
     compare(call, 1e-5)
+
+
+def test_a_workspace_made_for_the_shapes_is_enough_and_reusable() -> None:
+    call = problem(G=3, T=2, keys=400, budget=300)
+    call = {name: x.half() if x.is_floating_point() else x for name, x in call.items()}
+    workspace = workspace_for(call["q"], call["k_cache"], call["indices"])
+    assert workspace.arrivals.numel() == 4  # four (sequence, kv head) pairs, split
+    for _ in range(2):
+        compare(call, 5e-3, workspace=workspace)
