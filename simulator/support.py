@@ -61,7 +61,7 @@ def support(record: Record, policy: Policy) -> Support:
             arms.append(place)
             between.append(None)
             continue
-        neighbours = _neighbours(record, variant)
+        neighbours = _between(_wanted(variant), record)
         if neighbours is None:
             return _refused(why)
         level = "modelled"
@@ -81,6 +81,12 @@ def mixable_budgets(record: Record, arms: Sequence[int]) -> tuple[int, int] | No
     if len(budgets) < 2 or any(other != rest[0] for other in rest):
         return None
     return min(budgets), max(budgets)
+
+
+def neighbours_of(record: Record, arm: int) -> tuple[int, int] | None:
+    """Indices of the arms with the budgets just below and above a recorded arm's, all else equal; None at the ends."""
+    named = record.arms[arm]
+    return _between({"drafter": named["drafter"], "draft_kv": named["draft_kv"]}, record)
 
 
 def _refused(reason: str) -> Support:
@@ -106,16 +112,15 @@ def _arm(record: Record, policy: Policy) -> tuple[int | None, str]:
     return None, f"no recorded arm has {', '.join(closest)}"
 
 
-def _neighbours(record: Record, policy: Policy) -> tuple[int, int] | None:
-    """Indices of the recorded arms just below and above a policy's budget, all else equal; None outside them."""
-    wanted = _wanted(policy)
+def _between(wanted: dict[str, Any], record: Record) -> tuple[int, int] | None:
+    budget = int(wanted["draft_kv"]["budget"])
     budgets: list[tuple[int, int]] = []
     for i, arm in enumerate(record.arms):
         differs = _differences(wanted, {"drafter": arm["drafter"], "draft_kv": arm["draft_kv"]})
         if len(differs) == 1 and differs[0].startswith("draft_kv.budget"):
             budgets.append((int(arm["draft_kv"]["budget"]), i))
-    below = [pair for pair in budgets if pair[0] < policy.draft_kv.budget]
-    above = [pair for pair in budgets if pair[0] > policy.draft_kv.budget]
+    below = [pair for pair in budgets if pair[0] < budget]
+    above = [pair for pair in budgets if pair[0] > budget]
     return (max(below)[1], min(above)[1]) if below and above else None
 
 

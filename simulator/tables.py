@@ -7,6 +7,7 @@ from rich.console import Console
 from rich.table import Table
 
 from specdial.policies.file import policy_digest
+from specdial.simulator.check import AcceptanceCheck
 from specdial.simulator.choice import Choice
 from specdial.simulator.costs import CostModel
 from specdial.simulator.crossover import Corner
@@ -44,12 +45,11 @@ def print_outcomes(outcomes: Sequence[Outcome], title: str) -> None:
     console = wide_console()
     console.print(table)
     for o in outcomes:
-        if o.breakdown and len(outcomes) <= 8:
-            console.print(f"{o.policy.name}: {breakdown_text(o)}", highlight=False)
-        if o.reason:
-            console.print(f"{o.policy.name}: {o.level}: {o.reason}", highlight=False)
-        if o.extrapolated_frac:
-            console.print(f"* {o.policy.name}: {o.extrapolated_frac:.0%} of its time is extrapolated", highlight=False)
+        notes = [breakdown_text(o)] if o.breakdown and len(outcomes) <= 8 else []
+        notes += [f"{o.level}: {o.reason}"] if o.reason else []
+        notes += [f"* {o.extrapolated_frac:.0%} of its time is extrapolated"] if o.extrapolated_frac else []
+        if notes:
+            console.print(f"{o.policy.name}: {'; '.join(notes)}", highlight=False)
 
 
 def print_inversion(rows: Sequence[Inversion]) -> None:
@@ -97,7 +97,8 @@ def print_surface(corners: Sequence[Corner]) -> None:
     if not corners:
         return
     batches = sorted({corner.batch for corner in corners})
-    table = Table(title="best fixed k (its speedup) by context and batch, acceptance as recorded", title_justify="left")
+    wide_console().print("best fixed k (its speedup) by context and batch, acceptance as recorded")
+    table = Table()
     table.add_column("context", justify="right")
     for batch in batches:
         table.add_column(f"batch {batch}", justify="right")
@@ -125,6 +126,24 @@ def print_costs(costs: CostModel) -> None:
     ]
     text = ", ".join(parts) if parts else "too few measurements to say"
     wide_console().print(f"cost model, error of each measurement predicted from the others: {text}", highlight=False)
+
+
+def print_acceptance(check: AcceptanceCheck) -> None:
+    """How well acceptance is modelled on held-out documents and left-out budgets."""
+    console = wide_console()
+    if check.hazard is not None:
+        h = check.hazard
+        console.print(
+            f"acceptance model, fitted on {check.fitted_on}, on {check.scored_on} documents: log-loss {h.log_loss:.3f} "
+            f"(the mean alone {h.base_log_loss:.3f}), calibration error {h.expected_calibration_error:.3f}",
+            highlight=False,
+        )
+    for left in check.left_out:
+        console.print(
+            f"budget {left.budget} modelled from its neighbours: {left.modelled:.2f} accepted, "
+            f"recorded {left.recorded:.2f} ({left.modelled / left.recorded - 1.0:+.1%})",
+            highlight=False,
+        )
 
 
 def breakdown_text(outcome: Outcome) -> str:

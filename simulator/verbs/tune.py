@@ -11,6 +11,7 @@ from specdial.policies.errors import UserError
 from specdial.policies.fields import parse, setting, to_plain
 from specdial.policies.file import policy_digest, save_policy
 from specdial.policies.schema import Policy
+from specdial.simulator.check import AcceptanceCheck, check_acceptance
 from specdial.simulator.choice import Choice, choose
 from specdial.simulator.costs import CostModel
 from specdial.simulator.lanes import Record, read_record
@@ -19,7 +20,7 @@ from specdial.simulator.outcome import Outcome
 from specdial.simulator.replay import replay
 from specdial.simulator.search import Evaluate, Found, Sampler, fixed_points, search
 from specdial.simulator.space import Search, Space
-from specdial.simulator.tables import print_choice
+from specdial.simulator.tables import print_acceptance, print_choice, print_costs
 
 SCHEMA = "specdial/study/1"
 
@@ -57,8 +58,11 @@ def run(settings: dict[str, Any]) -> dict[str, Any]:
     claim_directory(Path(s.out), "tune", to_plain(s))
     found = search(job.space, _evaluate(job, "train", 0), s.trials, s.seed, s.sampler)
     choice = choose(job.space, found, _evaluate(job, job.select_split, s.bootstrap))
-    expected = _write(job, found, choice)
+    check = check_acceptance(job.record, "train", job.select_split, s.seed)
+    expected = _write(job, found, choice, check)
     print_choice(choice, f"tuned on train, selected on {job.select_split}: {found.trials} trials, {found.sampler}")
+    print_acceptance(check)
+    print_costs(job.costs)
     return {
         **choice.best.plain(),
         "pays": choice.pays,
@@ -101,7 +105,7 @@ def _evaluate(job: _Run, split: str, bootstrap: int) -> Evaluate:
     )
 
 
-def _write(job: _Run, found: Found, choice: Choice) -> dict[str, Any]:
+def _write(job: _Run, found: Found, choice: Choice, check: AcceptanceCheck) -> dict[str, Any]:
     """Policy files, then study.json, which names the run complete. Returns the best policy's expected block."""
     out, digest = Path(job.settings.out), trace_digest(job.record.trace)
     named = {"best": choice.best, "best_fixed": choice.best_fixed, "plain": choice.plain}
@@ -120,7 +124,9 @@ def _write(job: _Run, found: Found, choice: Choice) -> dict[str, Any]:
         }
         policy = replace(outcome.policy, name=_file_name(name, outcome.policy), expected=expected, provenance=stamp)
         save_policy(policy, out / "policies" / f"{name}.yaml")
-    write_json_atomic(out / "study.json", _study(job, found, choice, sorted(named)))
+    write_json_atomic(
+        out / "study.json", {**_study(job, found, choice, sorted(named)), "acceptance_check": to_plain(check)}
+    )
     return expected_block(job, choice.best, digest)
 
 
@@ -168,6 +174,7 @@ def _study(job: _Run, found: Found, choice: Choice, files: list[str]) -> dict[st
         "model": job.record.trace.meta["model"],
         "hardware": job.costs.meta.get("hardware"),
         "settings": to_plain(job.settings),
+        "leave_one_out": job.costs.leave_one_out(),
         "objectives": {"speedup": "maximize", "kv_bytes_per_token": "minimize"},
         "sampler": found.sampler,
         "trials": found.trials,

@@ -12,6 +12,7 @@ from specdial.simulator.acceptance import (
     fit_rate,
     judged_drafts,
 )
+from specdial.simulator.check import check_acceptance
 from specdial.simulator.lanes import read_record
 from specdial.simulator.mixing import upper_share, with_budgets
 from specdial.simulator.synthetic import Shape, write_trace
@@ -74,3 +75,11 @@ def test_a_left_out_budget_is_predicted_from_its_neighbours(record):
     assert [arm["draft_kv"]["budget"] for arm in mixed.arms] == [64, 128, 256, 128]
     with pytest.raises(ValueError, match="does not lie between"):
         upper_share(64, 256, 512)
+
+
+def test_the_check_scores_what_was_not_fitted(record):
+    check = check_acceptance(record, "train", "validation")
+    assert check.hazard.log_loss < check.hazard.base_log_loss
+    assert [left.budget for left in check.left_out] == [128]
+    assert check.left_out[0].modelled == pytest.approx(check.left_out[0].recorded, rel=0.05)
+    assert check_acceptance(record, "train", "train").hazard is None

@@ -35,6 +35,8 @@ def test_an_easy_trace_pays_and_its_files_load(files, tmp_path):
     study = json.loads((out / "study.json").read_text())
     assert result["pays"]
     assert result["speedup"] > 1.5
+    assert study["acceptance_check"]["hazard"]["n"] > 0
+    assert study["leave_one_out"]["verify"]["n"] > 0
     names = {path.stem for path in (out / "policies").iterdir()}
     assert {"best", "best_fixed", "plain"} <= names
     assert names == set(study["policies"])
