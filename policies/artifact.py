@@ -8,8 +8,8 @@ import hashlib
 import json
 import os
 import platform
+import secrets
 import sys
-import tempfile
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -18,13 +18,16 @@ from specdial.policies.errors import UserError
 
 RUN_FILE = "run.json"
 RUN_SCHEMA = "specdial/run/1"
+TEMPORARY = ".tmp"
 
 
 def write_bytes_atomic(path: Path, content: bytes) -> None:
     """Write to a temporary name in the same directory, sync, rename. Raises UserError when the directory refuses it."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
+        # Not tempfile: its files are readable by their owner alone.
+        temporary = path.parent / f".{path.name}.{secrets.token_hex(4)}{TEMPORARY}"
+        handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror}", "choose another out=") from None
     try:
@@ -36,8 +39,7 @@ def write_bytes_atomic(path: Path, content: bytes) -> None:
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror}", "free space or choose another out=") from None
     finally:
-        if os.path.exists(temporary):
-            os.unlink(temporary)
+        temporary.unlink(missing_ok=True)
 
 
 def write_text_atomic(path: Path, text: str) -> None:
@@ -58,9 +60,10 @@ def digest_of(value: Any) -> str:
 def claim_directory(out: Path, verb: str, config: dict[str, Any]) -> bool:
     """Make `out` this run's own and say whether it already was (True: resume or rewrite in place).
 
-    An empty or new directory is marked with run.json. Raises UserError when it holds another run or foreign files.
+    An empty or new directory is marked with run.json; where it lies (`out` of the config) does not count. Raises
+    UserError when it holds another run or foreign files.
     """
-    digest = digest_of(config)
+    digest = digest_of({name: value for name, value in config.items() if name != "out"})
     marker = out / RUN_FILE
     if marker.exists():
         found = _read_marker(marker)
@@ -69,7 +72,7 @@ def claim_directory(out: Path, verb: str, config: dict[str, Any]) -> bool:
         raise UserError(
             f"{out} holds another run ({found.get('verb')})", "choose another out= or delete that directory"
         )
-    if out.is_file() or (out.is_dir() and any(out.iterdir())):
+    if out.is_file() or (out.is_dir() and any(path.suffix != TEMPORARY for path in out.iterdir())):
         raise UserError(f"{out} exists and is not a run of specdial", "choose another out=")
     write_json_atomic(
         marker,

@@ -25,19 +25,22 @@ def parse(cls: type[T], value: object, where: str = "") -> T:
     """Build `cls` from a mapping of its fields, recursively. Raises UserError naming the dotted path of the fault."""
     if not isinstance(value, Mapping):
         raise UserError(
-            f"{where or cls.__name__} must be a mapping, got {_show(value)}", "write it as key: value pairs"
+            f"{where or cls.__name__} must be a mapping, got {_show(value)}",
+            "write it as key: value pairs",
+            field=where,
         )
     fields = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
     for key in value:
         if key not in fields:
-            raise UserError(f"unknown field {_join(where, str(key))}", f"use one of {', '.join(fields)}")
+            path = _join(where, str(key))
+            raise UserError(f"unknown field {path}", f"use one of {', '.join(fields)}", field=path)
     hints = typing.get_type_hints(cls)
     arguments = {}
     for name, field in fields.items():
         path = _join(where, name)
         if name not in value:
             if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
-                raise UserError(f"{path} is missing", f"add {name}")
+                raise UserError(f"{path} is missing", f"add {name}", field=path)
             continue
         arguments[name] = _convert(hints[name], value[name], path)
         _check_range(arguments[name], field.metadata, path)
@@ -65,31 +68,56 @@ def _convert(hint: Any, value: object, path: str) -> Any:
         return _convert(inner, value, path)
     if origin is Literal:
         if value not in get_args(hint) or isinstance(value, bool):
-            raise UserError(f"{path} is {_show(value)}", f"use one of {', '.join(map(str, get_args(hint)))}")
+            options_text = ", ".join(map(str, get_args(hint)))
+            raise UserError(f"{path} is {_show(value)}", f"use one of {options_text}", field=path)
         return value
     if origin is tuple:
         if not isinstance(value, (list, tuple)):
-            raise UserError(f"{path} must be a list, got {_show(value)}", "write it as [a, b, ...]")
+            raise UserError(f"{path} must be a list, got {_show(value)}", "write it as [a, b, ...]", field=path)
         return tuple(_convert(get_args(hint)[0], item, f"{path}[{i}]") for i, item in enumerate(value))
     if origin is dict:
         if not isinstance(value, Mapping):
-            raise UserError(f"{path} must be a mapping, got {_show(value)}", "write it as key: value pairs")
-        return {str(key): item for key, item in value.items()}
+            raise UserError(f"{path} must be a mapping, got {_show(value)}", "write it as key: value pairs", field=path)
+        return _plain_data(value, path)
     if dataclasses.is_dataclass(hint):
         return parse(typing.cast(type, hint), value, path)
     if hint is float:
         if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise UserError(f"{path} must be a number, got {_show(value)}", "give a finite number")
-        if not math.isfinite(value):
-            raise UserError(f"{path} is {value}", "give a finite number")
-        return float(value)
+            raise UserError(f"{path} must be a number, got {_show(value)}", "give a finite number", field=path)
+        return _finite(value, path)
     if hint is int and (isinstance(value, bool) or not isinstance(value, int)):
-        raise UserError(f"{path} must be a whole number, got {_show(value)}", "give a whole number")
+        raise UserError(f"{path} must be a whole number, got {_show(value)}", "give a whole number", field=path)
     if hint is bool and not isinstance(value, bool):
-        raise UserError(f"{path} must be true or false, got {_show(value)}", "write true or false")
+        raise UserError(f"{path} must be true or false, got {_show(value)}", "write true or false", field=path)
     if hint is str and not isinstance(value, str):
-        raise UserError(f"{path} must be text, got {_show(value)}", "give a text value")
+        raise UserError(f"{path} must be text, got {_show(value)}", "give a text value", field=path)
     return value
+
+
+def _finite(value: int | float, path: str) -> float:
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
+        raise UserError(f"{path} is {_show(value)}", "give a finite number", field=path)
+    return number
+
+
+def _plain_data(value: object, path: str) -> Any:
+    """A copy of free-form settings, of which only JSON's kinds of value may be made."""
+    if isinstance(value, Mapping):
+        for key in value:
+            if not isinstance(key, str):
+                raise UserError(f"{path} has the key {_show(key)}", "use text for keys", field=path)
+        return {key: _plain_data(item, _join(path, key)) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain_data(item, f"{path}[{i}]") for i, item in enumerate(value)]
+    if isinstance(value, float):
+        return _finite(value, path)
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    raise UserError(f"{path} is {_show(value)}", "give text, numbers, lists or mappings", field=path)
 
 
 def _check_range(value: Any, bounds: Mapping[str, Any], path: str) -> None:
@@ -99,9 +127,9 @@ def _check_range(value: Any, bounds: Mapping[str, Any], path: str) -> None:
         if item is None or not isinstance(item, (int, float)):
             continue
         if low is not None and item < low:
-            raise UserError(f"{path} is {item}", f"use at least {low}")
+            raise UserError(f"{path} is {item}", f"use at least {low}", field=path)
         if high is not None and item > high:
-            raise UserError(f"{path} is {item}", f"use at most {high}")
+            raise UserError(f"{path} is {item}", f"use at most {high}", field=path)
 
 
 def _join(where: str, name: str) -> str:

@@ -6,7 +6,6 @@ byte-identical. Leaves out lowering to other engines' formats.
 
 import hashlib
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -17,41 +16,46 @@ from specdial.policies.errors import UserError
 from specdial.policies.fields import to_plain
 from specdial.policies.schema import SCHEMA, Policy, policy_from_mapping
 
-MAX_BYTES = 1_000_000
+MAX_BYTES = 250_000
 
 
 def load_policy(path: str | Path) -> Policy:
     """Read one policy file. Raises UserError with the field and line at fault."""
     path = Path(path)
     try:
-        raw = path.read_bytes()
+        with path.open("rb") as file:
+            raw = file.read(MAX_BYTES + 1)
     except OSError as error:
         raise UserError(f"cannot read policy {path}: {error.strerror}", "check the path") from None
     if len(raw) > MAX_BYTES:
-        raise UserError(f"policy {path} is {len(raw)} bytes", f"a policy file has at most {MAX_BYTES}")
+        raise UserError(f"policy {path} is too large", f"a policy file has at most {MAX_BYTES} bytes")
     try:
         return parse_policy(raw.decode("utf-8"))
     except UnicodeDecodeError:
         raise UserError(f"policy {path} is not UTF-8 text", "re-export it") from None
     except UserError as error:
-        raise UserError(f"{path}: {error.cause}", error.remedy) from None
+        raise UserError(f"{path}: {error.cause}", error.remedy, field=error.field) from None
 
 
 def parse_policy(text: str) -> Policy:
-    """Read a policy from YAML text. Aliases and tags are refused; nothing but plain data is built."""
+    """Read a policy from YAML text. Anchors, aliases, tags and merges are refused; nothing but plain data is built."""
+    lines: dict[str, int] = {}
     try:
-        if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, Loader=yaml.SafeLoader)):
-            raise UserError("policy uses a YAML alias", "write the value out")
-        node = yaml.compose(text, Loader=yaml.SafeLoader)
+        for event in yaml.parse(text, Loader=yaml.SafeLoader):
+            if getattr(event, "anchor", None) is not None or getattr(event, "tag", None) is not None:
+                raise UserError(
+                    f"policy uses a YAML anchor, alias or tag at line {event.start_mark.line + 1}",
+                    "write the value out",
+                )
+        _find_lines(yaml.compose(text, Loader=yaml.SafeLoader), "", lines)
         content = yaml.safe_load(text)
     except (yaml.YAMLError, RecursionError, ValueError) as error:
         mark = getattr(error, "problem_mark", None)
         raise UserError(
             f"not valid YAML{f' at line {mark.line + 1}' if mark else ''}", "re-export the policy"
         ) from None
-    lines = _lines(node, "") if node is not None else {}
     if not isinstance(content, dict):
-        raise UserError("a policy file must be a mapping", "write key: value pairs")
+        raise UserError("a policy file must be a mapping at line 1", "write key: value pairs")
     found = content.pop("schema", None)
     if found != SCHEMA:
         raise UserError(
@@ -61,8 +65,9 @@ def parse_policy(text: str) -> Policy:
     try:
         policy = policy_from_mapping(content)
     except UserError as error:
-        raise UserError(_with_line(error.cause, lines), error.remedy) from None
-    if claimed is not None and claimed != policy.lossless:
+        line = _line_of(error.field, lines)
+        raise UserError(f"{error.cause} (line {line})", error.remedy, field=error.field) from None
+    if claimed is not None and claimed is not policy.lossless:
         raise UserError(
             f"lossless is {claimed!r} at line {lines.get('lossless', 1)} but its settings make it {policy.lossless}",
             "delete that line; it is computed",
@@ -89,28 +94,28 @@ def policy_digest(policy: Policy) -> str:
     return hashlib.sha256(json.dumps(policy.decisions(), sort_keys=True).encode()).hexdigest()
 
 
-def _lines(node: yaml.Node, where: str) -> dict[str, int]:
-    """Line (from 1) of every dotted path in the file."""
-    found: dict[str, int] = {}
+def _find_lines(node: yaml.Node | None, where: str, found: dict[str, int]) -> None:
+    """Enter the line (from 1) of every dotted path. Raises UserError on keys that repeat, merge or are not text."""
     if isinstance(node, yaml.MappingNode):
         for key, value in node.value:
+            line = key.start_mark.line + 1
+            if key.tag != "tag:yaml.org,2002:str":
+                raise UserError(f"a key that is not text at line {line}", "write the key as text")
             path = f"{where}.{key.value}" if where else str(key.value)
-            found[path] = key.start_mark.line + 1
-            found |= _lines(value, path)
+            if path in found:
+                raise UserError(f"{path} is given twice, again at line {line}", "keep one of them")
+            found[path] = line
+            _find_lines(value, path, found)
     elif isinstance(node, yaml.SequenceNode):
         for i, value in enumerate(node.value):
-            path = f"{where}[{i}]"
-            found[path] = value.start_mark.line + 1
-            found |= _lines(value, path)
-    return found
+            found[f"{where}[{i}]"] = value.start_mark.line + 1
+            _find_lines(value, f"{where}[{i}]", found)
 
 
-def _with_line(cause: str, lines: dict[str, int]) -> str:
-    """Append the line of the first dotted path that the message names, or of its nearest parent."""
-    for word in re.findall(r"[\w.\[\]]+", cause):
-        path = word.rstrip(".")
-        while path:
-            if path in lines and (path == word or "." in word or "[" in word):
-                return f"{cause} (line {lines[path]})"
-            path = re.sub(r"(\.[^.\[]+|\[\d+\]|^[^.\[]+)$", "", path)
-    return cause
+def _line_of(path: str | None, lines: dict[str, int]) -> int:
+    """The line of a dotted path, of its nearest parent that the file has, or 1."""
+    while path:
+        if path in lines:
+            return lines[path]
+        path = path[: max(path.rfind("."), path.rfind("["), 0)]
+    return 1

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from specdial.policies.controllers import CONTROLLERS, ControllerConfig, NoneConfig, longest_draft
+from specdial.policies.controllers import CONTROLLERS, ControllerConfig, NoneConfig, RateConfig, longest_draft
 from specdial.policies.errors import UserError
 from specdial.policies.fields import parse, setting, to_plain
 
@@ -36,6 +36,7 @@ class DraftKV:
             raise UserError(
                 f"{where}.budget is {self.budget}, smaller than sink + recent = {self.sink + self.recent}",
                 "raise the budget or lower sink or recent",
+                field=f"{where}.budget",
             )
 
 
@@ -56,6 +57,18 @@ class Cell:
     to_context_tokens: int | None = setting(None, low=1)
     from_batch: int = setting(1, low=1)
     to_batch: int | None = setting(None, low=2)
+
+    def check(self, where: str) -> None:
+        for name, low, high in (
+            ("to_context_tokens", self.from_context_tokens, self.to_context_tokens),
+            ("to_batch", self.from_batch, self.to_batch),
+        ):
+            if high is not None and high <= low:
+                raise UserError(
+                    f"{where}.{name} is {high}, not above where the cell starts ({low})",
+                    "widen the cell or delete it",
+                    field=f"{where}.{name}",
+                )
 
     def covers(self, context_tokens: int, batch: int) -> bool:
         return (
@@ -114,30 +127,54 @@ def policy_from_mapping(value: object, where: str = "") -> Policy:
     """Build and check a policy. Raises UserError naming the field at fault."""
     if not isinstance(value, dict):
         raise UserError(
-            f"{where or 'a policy'} must be a mapping, got {type(value).__name__}", "write key: value pairs"
+            f"{where or 'a policy'} must be a mapping, got {type(value).__name__}",
+            "write key: value pairs",
+            field=where,
         )
+    prefix = f"{where}." if where else ""
     content = dict(value)
-    controller = parse_controller(
-        content.pop("controller", {"kind": "none"}), f"{where}.controller" if where else "controller"
-    )
+    controller = parse_controller(content.pop("controller", {"kind": "none"}), f"{prefix}controller")
     policy = replace(parse(Policy, content, where), controller=controller)
-    for variant in policy.variants():
-        variant.draft_kv.check()
-        if variant.drafter.kind == "none" and longest_draft(variant.controller) > 0:
-            raise UserError(
-                f"drafter none cannot serve controller {variant.controller.kind}",
-                "use controller none or another drafter",
-            )
+    _check_name(policy.name, f"{prefix}name")
+    policy.draft_kv.check(f"{prefix}draft_kv")
+    if policy.drafter.kind == "none" and longest_draft(controller) > 0:
+        raise UserError(
+            f"{prefix}drafter none cannot serve controller {controller.kind}",
+            "use controller none or another drafter",
+            field=f"{prefix}drafter",
+        )
+    for i, cell in enumerate(policy.cells):
+        cell.check(f"{prefix}cells[{i}]")
+        _override(policy, cell.overrides, f"{prefix}cells[{i}]")
     return policy
 
 
 def parse_controller(value: object, where: str) -> ControllerConfig:
     """Settings of the kind that `value["kind"]` names."""
     kind = value.get("kind") if isinstance(value, dict) else None
-    if kind not in CONTROLLERS:
-        raise UserError(f"{where}.kind is {kind!r}", f"use one of {', '.join(CONTROLLERS)}")
+    if not isinstance(kind, str) or kind not in CONTROLLERS:
+        raise UserError(f"{where}.kind is {kind!r}", f"use one of {', '.join(CONTROLLERS)}", field=f"{where}.kind")
     config: ControllerConfig = parse(CONTROLLERS[kind][0], value, where)
+    if isinstance(config, RateConfig) and max(config.k_set, default=0) > config.k_max:
+        raise UserError(
+            f"{where}.k_set holds {max(config.k_set)}, k_max is {config.k_max}",
+            "raise k_max or drop it from k_set",
+            field=f"{where}.k_set",
+        )
     return config
+
+
+def _check_name(name: str, where: str) -> None:
+    """A policy's name names its files too."""
+    if (
+        not name.strip()
+        or name.startswith(".")
+        or len(name) > 100
+        or any(c in "/\\" or not c.isprintable() for c in name)
+    ):
+        raise UserError(
+            f"{where} is {name[:60]!r}", "use up to 100 printable characters, no slash, no dot in front", field=where
+        )
 
 
 def _override(policy: Policy, overrides: dict[str, Any], where: str) -> Policy:
@@ -145,10 +182,16 @@ def _override(policy: Policy, overrides: dict[str, Any], where: str) -> Policy:
     for name, value in overrides.items():
         if name not in ("drafter", "controller", "draft_kv", "verify_kv"):
             raise UserError(
-                f"{where}.overrides.{name} cannot vary by cell", "override drafter, controller, draft_kv or verify_kv"
+                f"{where}.overrides.{name} cannot vary by cell",
+                "override drafter, controller, draft_kv or verify_kv",
+                field=f"{where}.overrides.{name}",
             )
         if not isinstance(value, dict):
-            raise UserError(f"{where}.overrides.{name} must be a mapping", "write key: value pairs")
+            raise UserError(
+                f"{where}.overrides.{name} must be a mapping",
+                "write key: value pairs",
+                field=f"{where}.overrides.{name}",
+            )
         same_kind = "kind" not in value or value["kind"] == plain[name].get("kind")
         plain[name] = {**plain[name], **value} if same_kind else value
     return policy_from_mapping(plain, f"{where}.overrides")

@@ -98,6 +98,7 @@ class Rate(Controller):
     def _learn(self, lanes: Bools, entropy_nats: Floats, label: float) -> None:
         if not lanes.any():
             return
+        entropy_nats = np.where(lanes, entropy_nats, 0.0)  # other lanes hold garbage, perhaps NaN
         keep = np.where(lanes, self.beta, 1.0)
         if label:
             self.accepted_nats = keep * self.accepted_nats + (1.0 - keep) * entropy_nats
@@ -110,8 +111,7 @@ class Rate(Controller):
 
 
 def _allowed(config: RateConfig) -> list[int]:
-    chosen = sorted({k for k in config.k_set if k <= config.k_max})
-    return chosen or list(range(1, config.k_max + 1))
+    return sorted(set(config.k_set)) or list(range(1, config.k_max + 1))
 
 
 def _next_table(allowed: list[int], width: int) -> list[int]:
