@@ -13,12 +13,7 @@ from full_attention import CASES, make_inputs
 from specdial.kernels.full_attention.launch import Tiling, choose_tiling, full_attention_triton
 from specdial.kernels.full_attention.triton import split_kernel
 
-# Row tile: (warps, stages, rotated order of tiles).
-SETTINGS = {
-    16: ((4, 3, False), (4, 3, True)),
-    32: ((4, 3, False), (4, 3, True)),
-    64: ((4, 4, False), (4, 4, True), (4, 3, True)),
-}
+SETTINGS = {16: ((4, 3), (4, 4)), 32: ((4, 3), (4, 4)), 64: ((4, 3), (4, 4), (4, 5))}  # row tile: (warps, stages)
 PER_SM = (1, 2, 4, 6)
 
 
@@ -42,9 +37,9 @@ def main() -> None:
         for block_m, settings in SETTINGS.items():
             if block_m != choose_tiling(M, 128, torch.bfloat16).block_m:
                 continue
-            for warps, stages, rotate in settings:
+            for warps, stages in settings:
                 for per_sm in PER_SM:
-                    tiling = Tiling(block_m, warps, stages, per_sm=per_sm, crowded_per_sm=per_sm, rotate=rotate)
+                    tiling = Tiling(block_m, warps, stages, per_sm=per_sm, crowded_per_sm=per_sm)
 
                     def call(inputs, tiling=tiling):
                         return full_attention_triton(
@@ -52,8 +47,8 @@ def main() -> None:
                         )
 
                     timing = time_graph([lambda x=x, f=call: f(x) for x in sets], replays=10, calls_per_replay=4)
-                    rows.append((case.id, block_m, warps, stages, rotate, per_sm, round(timing.median_us, 2)))
-                print(*rows[-1][:5], [row[-1] for row in rows[-len(PER_SM) :]], resources(), flush=True)
+                    rows.append((case.id, block_m, warps, stages, per_sm, round(timing.median_us, 2)))
+                print(*rows[-1][:4], [row[-1] for row in rows[-len(PER_SM) :]], resources(), flush=True)
         del sets
         torch.cuda.empty_cache()
     print(json.dumps(rows))

@@ -33,7 +33,6 @@ class Tiling:
     crowded_per_sm: int
     precision: str = "ieee"
     tma: bool = True
-    rotate: bool = False
 
 
 # Measured on an H200 with head dim 128: rows up to the key. 64 rows run on warpgroup instructions, one deep pipeline
@@ -62,8 +61,7 @@ def choose_slots(batch: int, programs_per_slot: int, processors: int, tiling: Ti
     """Programs per kv head and row tile that share the full tiles: one full wave if it fills well, else several."""
     ends = batch * programs_per_slot
     wave = tiling.per_sm * processors
-    filled = wave if 4 * ends <= wave else tiling.crowded_per_sm * processors
-    per_slot = (filled - min(ends, wave // 32)) // programs_per_slot  # the ends find a few places beside the chunks
+    per_slot = (wave if 4 * ends <= wave else tiling.crowded_per_sm * processors) // programs_per_slot
     used = per_slot // batch * batch  # equal lengths cut every sequence into the same number of chunks
     if used and used >= 0.8 * per_slot:
         return per_slot
@@ -130,22 +128,23 @@ def full_attention_triton(
     tma = k_rows is not None and v_rows is not None
     early = launch_options(q.device)
     mass_code = {None: 0, "page": 1, "token": 2}[granularity]
-    split_kernel[(Hk * m_tiles, slots + B)](
+    split_kernel[(Hk * m_tiles, B + slots)](
         q, k_cache, v_cache, k_rows if tma else k_cache, v_rows if tma else v_cache, lengths, part_out, part_lse,
         part_lse if raw is None else raw.log_mass,
         part_lse if raw is None or raw.tile_max is None else raw.tile_max,
         *q.stride()[:3], *k_cache.stride()[:3], *v_cache.stride()[:3],
         B, S, T, M, slots, m_tiles, D**-0.5 / math.log(2.0),
         G=G, D=D, BLOCK_M=tiling.block_m, BLOCK_N=TILE_TOKENS, BLOCK_B=block_b,
-        MASS=mass_code, PAGE=page_tokens, PRECISION=tiling.precision, TMA=tma, ROTATE=tiling.rotate,
+        MASS=mass_code, PAGE=page_tokens, PRECISION=tiling.precision, TMA=tma,
         num_warps=tiling.warps, num_stages=tiling.stages, **early,
     )  # fmt: skip
     parts = min(64, triton.next_power_of_2(triton.cdiv(slots, B) + 1))
-    merge_kernel[(M, B * Hk)](
+    block_rows = 4 if parts <= 4 else 1  # rows per program: many short merges, or few long ones
+    merge_kernel[(triton.cdiv(M, block_rows), B * Hk)](
         part_out, part_lse, lengths, out, part_lse if raw is None else raw.lse, *out.stride()[:3],
         B, S, M, slots,
-        G=G, D=D, BLOCK_N=TILE_TOKENS, BLOCK_B=block_b, BLOCK_PARTS=parts, WITH_LSE=raw is not None,
-        num_warps=4 if parts > 8 else 1, **early,
+        G=G, D=D, BLOCK_N=TILE_TOKENS, BLOCK_B=block_b, BLOCK_PARTS=parts, BLOCK_ROWS=block_rows,
+        WITH_LSE=raw is not None, num_warps=4 if parts > 8 else 1, **early,
     )  # fmt: skip
     return out, raw
 

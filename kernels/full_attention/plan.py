@@ -8,7 +8,8 @@ import triton.language as tl
 def await_previous():
     """Programmatic dependent launch: this kernel was launched early, wait for the one before it, let the next come.
 
-    Called before anything is read or written, so it hides launch latency and changes no ordering.
+    The wait is over when everything before this kernel is finished and visible, and only then may the next one start.
+    So whatever was finished before the previous kernel started can be read ahead of the wait, and nothing else.
     """
     tl.extra.cuda.gdc_wait()
     tl.extra.cuda.gdc_launch_dependents()

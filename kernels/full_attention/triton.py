@@ -1,8 +1,8 @@
 """Triton kernels of full attention: one pass over K and V in splits, then a merge; statistics ride along.
 
 The grid is fixed by the host from shapes alone; every program reads `lengths` on the device and works out which keys
-are its own, so one captured graph serves all lengths. The first `slots` programs of a kv head share the full tiles of
-all sequences evenly, whatever the lengths; B more take the masked ends (last partial tile and the new block).
+are its own, so one captured graph serves all lengths. Program y < B of the split kernel takes the masked end of
+sequence y (its last partial tile and the new block); the others share all full tiles evenly, whatever the lengths.
 """
 
 import triton
@@ -62,8 +62,7 @@ def split_kernel(
     q_sb, q_st, q_sh, k_sb, k_sh, k_ss, v_sb, v_sh, v_ss,
     B, S, T, M, slots, m_tiles, scale_log2,
     G: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr,
-    MASS: tl.constexpr, PAGE: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, ROTATE: tl.constexpr,
-    PDL: tl.constexpr,
+    MASS: tl.constexpr, PAGE: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Attention of one row tile over one chunk of keys: partial output and log-sum-exp (base 2).
 
@@ -73,20 +72,22 @@ def split_kernel(
         await_previous()
     kv_head = tl.program_id(0) // m_tiles
     kv_heads = tl.num_programs(0) // m_tiles
-    slot = tl.program_id(1)  # 0 .. slots-1: full tiles; then the masked ends, which fill what the chunks leave idle
-    tiles, chunks, chunk = split_plan(lengths, B, 0, S // BLOCK_N, slots, BLOCK_N, BLOCK_B)
-    sequences = tl.arange(0, BLOCK_B)
-    is_end = slot >= slots
-    ends = tl.cumsum(chunks, 0)  # [BLOCK_B]
-    if (slot >= tl.sum(chunks)) & (slot < slots):
+    part = tl.program_id(1)  # 0 .. B-1: masked end of a sequence; B .. B+slots-1: full tiles
+    is_end = part < B
+    if is_end:
+        b = part
+        begin = tl.minimum(tl.load(lengths + b).to(tl.int32), S) // BLOCK_N
+        stop = begin
+    else:
+        tiles, chunks, chunk = split_plan(lengths, B, 0, S // BLOCK_N, slots, BLOCK_N, BLOCK_B)
+        slot = part - B
+        ends = tl.cumsum(chunks, 0)  # [BLOCK_B]
+        b = tl.sum((ends <= slot).to(tl.int32))  # B when no chunk is left for this slot
+        own = tl.arange(0, BLOCK_B) == b
+        begin = (slot - tl.sum(tl.where(own, ends - chunks, 0))) * chunk
+        stop = tl.minimum(begin + chunk, tl.sum(tl.where(own, tiles, 0)))
+    if (begin >= stop) & (part >= B):
         return
-    part = tl.where(is_end, slot - slots, slot + B)  # where its result goes: 0 .. B-1 the ends, then the chunks
-    b = tl.where(is_end, part, tl.sum((ends <= slot).to(tl.int32)))
-    own = sequences == b
-    full_tiles = tl.sum(tl.where(own, tiles, 0))
-    begin = (slot - tl.sum(tl.where(own, ends - chunks, 0))) * chunk
-    begin = tl.where(is_end, full_tiles, begin)
-    stop = tl.minimum(begin + chunk, full_tiles)  # no full tile for an end
 
     rows = (tl.program_id(0) % m_tiles) * BLOCK_M + tl.arange(0, BLOCK_M)  # [BLOCK_M]
     row_ok = rows < M
@@ -138,8 +139,6 @@ def split_kernel(
     else:
         k_row = (k_head // k_ss).to(tl.int32)
         v_row = (v_head // v_ss).to(tl.int32)
-        if ROTATE:  # chunks in lockstep would walk through memory a power of two apart
-            tile += (slot * tl.num_programs(0) + tl.program_id(0)) * 37 % (stop - begin)
         for _ in tl.range(begin, stop):
             key = tile * BLOCK_N
             if TMA:
@@ -154,8 +153,6 @@ def split_kernel(
                 False, MASS, PAGE, PRECISION,
             )  # fmt: skip
             tile += 1
-            if ROTATE:
-                tile = tl.where(tile == stop, begin, tile)
     place = (kv_head.to(tl.int64) * (B + slots) + part) * M + rows  # [BLOCK_M]
     tl.store(part_out + place[:, None] * D + d[None, :], acc / total[:, None], mask=row_ok[:, None])
     tl.store(part_lse + place, top + tl.log2(total), mask=row_ok)
@@ -165,12 +162,9 @@ def split_kernel(
 def merge_kernel(
     part_out, part_lse, lengths, out, lse, o_sb, o_st, o_sh, B, S, M, slots,
     G: tl.constexpr, D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_PARTS: tl.constexpr,
-    WITH_LSE: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, WITH_LSE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Combine the parts of one packed row: out = sum 2^(lse_i - lse) out_i. Parts nobody wrote are never read."""
-    if PDL:
-        await_previous()
-    row = tl.program_id(0)
+    """Combine the parts of packed rows: out = sum 2^(lse_i - lse) out_i. Parts nobody wrote are never read."""
     kv_heads = tl.num_programs(1) // B
     b = tl.program_id(1) // kv_heads
     kv_head = tl.program_id(1) % kv_heads
@@ -180,21 +174,27 @@ def merge_kernel(
     first = B + tl.sum(tl.where(own, tl.cumsum(chunks, 0) - chunks, 0))
     d = tl.arange(0, D)
     base = kv_head.to(tl.int64) * (B + slots)
-    acc = tl.zeros([D], dtype=tl.float32)
-    total = 0.0
-    top = float("-inf")
+    if PDL:
+        await_previous()  # lengths were final before the split kernel started
+    row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)  # [BLOCK_ROWS]
+    row_ok = row < M
+    acc = tl.zeros([BLOCK_ROWS, D], dtype=tl.float32)
+    total = tl.zeros([BLOCK_ROWS], dtype=tl.float32)
+    top = tl.full([BLOCK_ROWS], -1e38, dtype=tl.float32)
     for start in range(0, count, BLOCK_PARTS):
         i = start + tl.arange(0, BLOCK_PARTS)
-        place = (base + tl.where(i == 0, b, first + i - 1)) * M + row  # [BLOCK_PARTS]
-        part = tl.load(part_lse + place, mask=i < count, other=float("-inf"))
-        values = tl.load(part_out + place[:, None] * D + d[None, :], mask=(i < count)[:, None], other=0.0)
+        place = (base + tl.where(i == 0, b, first + i - 1))[:, None] * M + row[None, :]  # [BLOCK_PARTS, BLOCK_ROWS]
+        wanted = (i < count)[:, None] & row_ok[None, :]
+        part = tl.load(part_lse + place, mask=wanted, other=float("-inf"))
+        values = tl.load(part_out + place[:, :, None] * D + d[None, None, :], mask=wanted[:, :, None], other=0.0)
         new_top = tl.maximum(top, tl.max(part, 0))
-        weights = tl.exp2(part - new_top)
+        weights = tl.exp2(part - new_top[None, :])
         rescale = tl.exp2(top - new_top)
         total = total * rescale + tl.sum(weights, 0)
-        acc = acc * rescale + tl.sum(values * weights[:, None], 0)
+        acc = acc * rescale[:, None] + tl.sum(values * weights[:, :, None], 0)
         top = new_top
-    o = out + b.to(tl.int64) * o_sb + (row // G).to(tl.int64) * o_st + (kv_head * G + row % G).to(tl.int64) * o_sh + d
-    tl.store(o, (acc / total).to(out.dtype.element_ty))
+    head = kv_head * G + row % G
+    target = out + b.to(tl.int64) * o_sb + (row // G).to(tl.int64) * o_st + head.to(tl.int64) * o_sh  # [BLOCK_ROWS]
+    tl.store(target[:, None] + d[None, :], (acc / total[:, None]).to(out.dtype.element_ty), mask=row_ok[:, None])
     if WITH_LSE:
-        tl.store(lse + tl.program_id(1).to(tl.int64) * M + row, top + tl.log2(total))
+        tl.store(lse + tl.program_id(1).to(tl.int64) * M + row, top + tl.log2(total), mask=row_ok)

@@ -54,7 +54,7 @@ def test_split_kernel_fits(rows: int, group: int, mass: int, programs: int) -> N
     types |= {"lengths": "*i32", "log_mass": "*fp32", "scale_log2": "fp32"}
     types |= dict.fromkeys(("k_desc", "v_desc"), "tensordesc<bf16[64, 128]>")
     constants = {"G": group, "D": 128, "BLOCK_M": tiling.block_m, "BLOCK_N": 64, "BLOCK_B": 16, "MASS": mass}
-    constants |= {"PAGE": 64, "PRECISION": "ieee", "TMA": True, "ROTATE": False, "PDL": True}
+    constants |= {"PAGE": 64, "PRECISION": "ieee", "TMA": True, "PDL": True}
     built, registers, stack = compile_kernel(
         split_kernel, types, constants, num_warps=tiling.warps, num_stages=tiling.stages, launch_pdl=True
     )
@@ -70,22 +70,21 @@ def test_small_kernels_do_not_spill() -> None:
     floats = dict.fromkeys(("part_out", "part_lse", "lse", "ring", "mass", "tile_max", "score", "scores"), "*fp32")
     types = floats | {"out": "*bf16", "q": "*bf16", "k": "*bf16", "lengths": "*i32", "committed": "*i32"}
     types |= {"heads": "*i32", "row_weights": "*fp32", "scale_log2": "fp32"}
-    merge = {"G": 8, "D": 128, "BLOCK_N": 64, "BLOCK_B": 16, "BLOCK_PARTS": 64, "WITH_LSE": True, "PDL": True}
+    merge = {"G": 8, "D": 128, "BLOCK_N": 64, "BLOCK_B": 16, "WITH_LSE": True, "PDL": True}
+    long, short = merge | {"BLOCK_PARTS": 64, "BLOCK_ROWS": 1}, merge | {"BLOCK_PARTS": 4, "BLOCK_ROWS": 4}
     push = {"G": 8, "KIND": 1, "UNIT": 64, "TILE": 64, "BLOCK_W": 16, "BLOCK": 64, "SCORE": True, "PDL": True}
-    heads = {
-        "G": 8,
-        "D": 128,
-        "WIDTH": 1,
-        "BLOCK_M": 16,
-        "BLOCK_N": 64,
-        "BLOCK_B": 16,
-        "PRECISION": "ieee",
-        "PDL": True,
-    }
-    for kernel, constants, stages in ((merge_kernel, merge, 3), (push_rows_kernel, push, 3), (scores_kernel, heads, 4)):
-        _, registers, stack = compile_kernel(kernel, types, constants, num_warps=4, num_stages=stages, launch_pdl=True)
+    heads = {"G": 8, "D": 128, "WIDTH": 1, "BLOCK_M": 16, "BLOCK_N": 64, "BLOCK_B": 16, "PDL": True}
+    heads["PRECISION"] = "ieee"
+    for kernel, constants, warps, stages in (
+        (merge_kernel, long, 4, 3),
+        (merge_kernel, short, 1, 3),
+        (push_rows_kernel, push, 4, 3),
+        (scores_kernel, heads, 4, 4),
+    ):
+        options = {"num_warps": warps, "num_stages": stages, "launch_pdl": True}
+        _, registers, stack = compile_kernel(kernel, types, constants, **options)
         assert stack == 0
-        assert registers <= 168
+        assert registers <= 200
 
 
 @pytest.mark.parametrize(("batch", "pairs"), [(1, 8), (1, 2), (16, 8), (16, 2), (4, 8), (64, 8), (256, 8), (3, 40)])
