@@ -8,11 +8,12 @@ Exit codes: 0 done, 1 a fault of the program, 2 a mistake in the input, told in 
 import os
 import sys
 from collections.abc import Callable
-from importlib import import_module
+from importlib import import_module, metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import hydra
+from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.errors import HydraException
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
@@ -69,27 +70,52 @@ VERBS: dict[str, tuple[str, Callable[[Settings], Settings], str]] = {
     "demo": ("specdial.conf.demo", _model, "all of it, small, on a real model"),
 }
 
+# What Hydra offers that makes sense here.
+OPTIONS = (
+    "-m",
+    "--multirun",
+    "-h",
+    "--help",
+    "--hydra-help",
+    "-c",
+    "--cfg",
+    "--resolve",
+    "-p",
+    "--package",
+    "-i",
+    "--info",
+)
+
 
 def main() -> None:
     """Entry point of the `specdial` command."""
-    arguments = sys.argv[1:]
+    try:
+        _main(sys.argv[1:])
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader of a pipe has seen enough; Python must not flush into it again at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except KeyboardInterrupt:
+        print("interrupted; finished parts are on disk", file=sys.stderr)
+        sys.exit(130)
+
+
+def _main(arguments: list[str]) -> None:
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(usage())
+        return
+    if arguments[0] == "--version":
+        print(f"specdial {metadata.version('specdial')}")
         return
     verb = arguments[0]
     if verb not in VERBS:
         fail(f"unknown verb {verb!r}; use one of {', '.join(VERBS)}")
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises, and one line can be made of it below
+    check_arguments(verb, arguments[1:])
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises, and one line can be made of it in `task` and below
     sys.argv = [f"specdial {verb}", *(part for argument in arguments[1:] for part in rewrite(argument))]
     try:
         hydra.main(version_base="1.3", config_path="pkg://specdial.conf", config_name=verb)(task(verb))()
-    except UserError as error:
-        fail(str(error))
     except (HydraException, OmegaConfBaseException) as error:
-        fail(" ".join(str(error).split()) + f"; see specdial {verb} --help")
-    except KeyboardInterrupt:
-        print("interrupted; finished parts are on disk", file=sys.stderr)
-        sys.exit(130)
+        fail(f"{error}; see specdial {verb} --help")
 
 
 def task(verb: str) -> Callable[[DictConfig], Any]:
@@ -101,16 +127,38 @@ def task(verb: str) -> Callable[[DictConfig], Any]:
             return import_module(module).run(prepare(plain_settings(cfg)))
         except UserError as error:
             fail(str(error))
+        except OmegaConfBaseException as error:  # caught here, or Hydra adds a line of its own
+            fail(f"{error}; see specdial {verb} --help")
 
     return run
 
 
+def check_arguments(verb: str, arguments: list[str]) -> None:
+    """Refuse what Hydra would answer with a page of usage, or with advice that leads nowhere."""
+    for argument in arguments:
+        option = argument.split("=")[0]
+        if argument.startswith("-") and option not in OPTIONS:
+            fail(f"unknown option {option}; use setting=value, -m, --help or --cfg job")
+        if argument.startswith("controller.") and not any(a.startswith("controller=") for a in arguments):
+            fail(f"{option} is set without a controller; add controller=KIND, see specdial {verb} --help")
+
+
 def rewrite(argument: str) -> list[str]:
-    """Let `model=` take a path or a hub id: model=DIR becomes model=path model.source=DIR."""
-    value = argument.removeprefix("model=")
-    if value != argument and ("/" in value or value.endswith(".gguf") or Path(value).is_dir()):
-        return ["model=path", f"model.source={value}"]
+    """Arguments as Hydra takes them.
+
+    model=DIR (a folder, a .gguf file or a hub id) becomes model=path model.source=DIR. A prompt, and a path that
+    exists, are quoted, so that commas and brackets in them mean nothing.
+    """
+    name, _, value = argument.partition("=")
+    if name == "prompt" and value[:1] not in ("'", '"'):
+        return [f"prompt={_quoted(value)}"]
+    if name == "model" and ("/" in value or value.endswith(".gguf") or Path(value).is_dir()):
+        return ["model=path", f"model.source={_quoted(value) if Path(value).exists() else value}"]
     return [argument]
+
+
+def _quoted(text: str) -> str:
+    return QuotedString(text.replace("${", "\\${"), Quote.single).with_quotes()
 
 
 def usage() -> str:
@@ -120,7 +168,7 @@ def usage() -> str:
     return "\n".join(["usage: specdial VERB [setting=value ...] [-m] [--help] [--cfg job]", "", *lines])
 
 
-def fail(message: str) -> None:
+def fail(message: str) -> NoReturn:
     """One line on standard error, exit code 2."""
-    print(f"specdial: {message}", file=sys.stderr)
+    print(f"specdial: {' '.join(message.split())}", file=sys.stderr)
     sys.exit(2)
