@@ -18,7 +18,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
-from specdial.conf.schema import plain_settings, with_model, with_policies
+from specdial.conf.schema import plain_settings, with_model, with_policies, with_trace
 from specdial.policies.errors import UserError
 
 Settings = dict[str, Any]
@@ -36,8 +36,8 @@ def _model(settings: Settings) -> Settings:
     return with_model(_no_context(settings))
 
 
-def _policies(settings: Settings) -> Settings:
-    return with_policies(settings, many=True)
+def _trace_and_policies(settings: Settings) -> Settings:
+    return with_policies(with_trace(settings), many=True)
 
 
 def _policy(settings: Settings) -> Settings:
@@ -58,7 +58,7 @@ def _no_context(settings: Settings) -> Settings:
 VERBS: dict[str, tuple[str, Callable[[Settings], Settings], str]] = {
     "record": ("specdial.engine.verbs.record", _model_and_policy, "decode a workload, record its rounds"),
     "calibrate": ("specdial.engine.verbs.calibrate", _model, "measure what each operation costs"),
-    "replay": ("specdial.simulator.verbs.replay", _policies, "simulate policies on a trace"),
+    "replay": ("specdial.simulator.verbs.replay", _trace_and_policies, "simulate policies on a trace"),
     "tune": ("specdial.simulator.verbs.tune", _as_is, "search policies on a trace"),
     "run": ("specdial.engine.verbs.run", _model_and_policy, "decode a prompt with a policy"),
     "validate": (

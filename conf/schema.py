@@ -39,6 +39,24 @@ def with_model(settings: dict[str, Any]) -> dict[str, Any]:
     return settings
 
 
+def with_trace(settings: dict[str, Any]) -> dict[str, Any]:
+    """Let `workload` name the trace runs/WORKLOAD, and hold a trace to the workload it is said to be of."""
+    workload = settings.pop("workload")
+    if workload is None and settings["trace"] is None:
+        raise UserError("trace is missing", "add trace=DIR, or workload=NAME for the trace runs/NAME")
+    if workload is None:
+        return settings
+    from specdial.engine.trace.reader import read_meta  # here, since pyarrow would slow every --help
+    from specdial.engine.trace.schema import TRACE_SCHEMA
+
+    trace = Path(str(settings["trace"] or f"runs/{workload}"))
+    recorded = read_meta(trace, TRACE_SCHEMA, "trace").get("workload")
+    kind = recorded.get("kind") if isinstance(recorded, dict) else None
+    if kind != workload:
+        raise UserError(f"trace {trace} is of workload {kind}, not {workload}", "give another trace or workload")
+    return {**settings, "trace": str(trace)}
+
+
 def with_policies(settings: dict[str, Any], *, many: bool) -> dict[str, Any]:
     """Replace policy, drafter, controller and draft_kv by `policies` (many) or one `policy` mapping."""
     overrides = {part: settings.pop(part, None) for part in PARTS}
