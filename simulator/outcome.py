@@ -34,7 +34,7 @@ class Outcome:
     """A policy's replay. Numbers are None where refused; speedup and baseline are also None without a plain cost.
 
     alpha: accepted / drafted. gamma: draft time per token / verification time. k: drafts per round, mean.
-    low, high: 95 % bootstrap interval of speedup. breakdown: microseconds per token by term.
+    low, high: 95 % bootstrap interval of speedup, None for a single unit. breakdown: microseconds per token by term.
     kv_bytes_per_token: key and value bytes read per emitted token. extrapolated_frac: share of the time that lies
     outside the measured costs. documents: which ones carried it.
     """

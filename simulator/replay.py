@@ -120,8 +120,9 @@ def _frame(record: Record, costs: CostModel, split: str | None, batch: int) -> F
 
 
 def _with_intervals(outcomes: list[Outcome], frame: Frame, resamples: int, seed: int) -> list[Outcome]:
+    """Add 95 % intervals; a single unit has none, for resampling it shows nothing."""
     priced = [(i, outcome.unit_us) for i, outcome in enumerate(outcomes) if outcome.speedup is not None]
-    if frame.base_us is None or not priced:
+    if frame.base_us is None or not priced or len(frame.units.first) < 2:
         return outcomes
     times = np.stack([unit_us for _, unit_us in priced if unit_us is not None])
     low, high = bootstrap_interval(frame.base_us, times, resamples, seed)

@@ -151,3 +151,9 @@ def test_bootstrap_brackets_the_ratio_and_narrows_with_documents():
     assert widths[1] < widths[0] / 2
     one = bootstrap_interval(np.array([4.0]), np.array([[2.0]]), 50, seed=1)
     assert [float(bound[0]) for bound in one] == [2.0, 2.0]
+
+
+def test_one_document_has_no_interval(trace, costs, several):
+    outcome = replay(trace, costs, several, batch=6)[1]
+    assert outcome.speedup > 0.0
+    assert (outcome.low, outcome.high) == (None, None)
