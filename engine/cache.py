@@ -56,7 +56,7 @@ class KVCache:
         longest = int(self.host_lengths.max()) + block_tokens
         if longest > self.capacity_tokens:
             raise ValueError(f"a block of {block_tokens} rows ends at {longest}, past capacity {self.capacity_tokens}")
-        return min(round_up(longest, WIDTH_MULTIPLE), self.capacity_tokens)
+        return self.rounded(longest)
 
     def write(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Put a block [B, T, Hk, D] behind the committed keys of each sequence."""
@@ -70,6 +70,24 @@ class KVCache:
         positions = self.lengths[:, None] + torch.arange(T, device=k.device)  # [B, T]
         self.k[layer].transpose(1, 2)[rows, positions] = k
         self.v[layer].transpose(1, 2)[rows, positions] = v
+
+    def write_one(self, layer: int, b: int, start: int, k: Tensor, v: Tensor) -> None:
+        """Put keys [1, T, Hk, D] of sequence b at positions start .. start+T-1: prefill, before lengths are set."""
+        self.k[layer, b, :, start : start + k.shape[1]] = k[0].transpose(0, 1)
+        self.v[layer, b, :, start : start + v.shape[1]] = v[0].transpose(0, 1)
+
+    def view_one(self, layer: int, b: int, width: int) -> tuple[Tensor, Tensor]:
+        """The first `width` keys and values of one sequence, [1, Hk, width, D], without a copy."""
+        return self.k[layer, b : b + 1, :, :width], self.v[layer, b : b + 1, :, :width]
+
+    def rounded(self, width: int) -> int:
+        """`width` rounded up to WIDTH_MULTIPLE, within the capacity."""
+        return min(round_up(width, WIDTH_MULTIPLE), self.capacity_tokens)
+
+    def copy_from(self, one: "KVCache") -> None:
+        """Take over the keys and values of a cache with one sequence, a copy for each of ours."""
+        self.k.copy_(one.k)
+        self.v.copy_(one.v)
 
     def view(self, layer: int, width: int) -> tuple[Tensor, Tensor]:
         """The first `width` keys and values of a layer, [B, Hk, width, D], without a copy."""

@@ -112,8 +112,7 @@ class Sequences:
         )
         copy.tokens = [list(self.tokens[0]) for _ in range(batch)]
         copy.prompt_tokens = np.repeat(self.prompt_tokens, batch)
-        copy.cache.k.copy_(self.cache.k)
-        copy.cache.v.copy_(self.cache.v)
+        copy.cache.copy_from(self.cache)
         if self.ring is not None and copy.ring is not None:
             copy.ring.copy_(self.ring)
         return copy
@@ -170,64 +169,40 @@ class Sequences:
     def _prefill_one(self, b: int, tokens: list[int]) -> None:
         """Chunked prefill of one sequence; its last `window` rows go through the verification path for their rows."""
         tail = min(self.window, len(tokens))
-        lane = _Lane(self, b)
         for start in range(0, len(tokens) - tail, PREFILL_TOKENS):
-            lane.prefill_chunk(tokens[start : min(start + PREFILL_TOKENS, len(tokens) - tail)], start)
+            self._prefill_chunk(b, tokens[start : min(start + PREFILL_TOKENS, len(tokens) - tail)], start)
         if tail:
-            lane.history_rows(tokens[-tail:], len(tokens) - tail)
+            self._prefill_tail(b, tokens[-tail:], len(tokens) - tail)
 
-
-class _Lane:
-    """One sequence of the batch during prefill."""
-
-    def __init__(self, sequences: Sequences, b: int) -> None:
-        self.s = sequences
-        self.b = b
-        self.device = sequences.decoder.device
-
-    def prefill_chunk(self, tokens: list[int], start: int) -> None:
-        T = len(tokens)
-        width = start + T
-        causal = torch.ones(T, width, dtype=torch.bool, device=self.device).tril(start)  # row t sees keys <= start + t
+    def _prefill_chunk(self, b: int, tokens: list[int], start: int) -> None:
+        width = start + len(tokens)
+        causal = torch.ones(len(tokens), width, dtype=torch.bool, device=self.decoder.device).tril(start)  # [T, S]
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            keys, values = self._store(layer, k, v, start, width)
-            out = F.scaled_dot_product_attention(
-                q.transpose(1, 2), keys, values, attn_mask=causal, enable_gqa=True
-            )  # [1, H, T, D]
-            return out.transpose(1, 2)
+            self.cache.write_one(layer, b, start, k, v)
+            keys, values = self.cache.view_one(layer, b, width)
+            mixed = F.scaled_dot_product_attention(q.transpose(1, 2), keys, values, attn_mask=causal, enable_gqa=True)
+            return mixed.transpose(1, 2)
 
-        self._forward(tokens, start, attend)
+        self._forward_one(tokens, start, attend)
 
-    def history_rows(self, tokens: list[int], start: int) -> None:
-        T = len(tokens)
-        padded = tokens + [0] * (round_up(T, ROW_MULTIPLE) - T)
-        width = min(round_up(start + len(padded), 64), self.s.cache.capacity_tokens)
-        lengths = torch.tensor([start], device=self.device)
-        counts = torch.tensor([T], device=self.device)
-        ring = self.s.ring
-        if ring is None:
-            raise ValueError("history_rows needs a ring")
+    def _prefill_tail(self, b: int, tokens: list[int], start: int) -> None:
+        padded = tokens + [0] * (round_up(len(tokens), ROW_MULTIPLE) - len(tokens))
+        width = self.cache.rounded(start + len(padded))
+        lengths = torch.tensor([start], device=self.decoder.device)
+        rows = torch.tensor([len(tokens)], device=self.decoder.device)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            self._store(layer, k, v, start, width)
-            keys = self.s.cache.k[layer, self.b : self.b + 1, :, :width]
-            values = self.s.cache.v[layer, self.b : self.b + 1, :, :width]
-            out, mass = full_attention(q, keys, values, lengths, backend=self.s.backend, mass=True)
-            if mass is not None:
-                push_rows(ring[layer, self.b : self.b + 1], mass, lengths, counts, backend=self.s.backend)
+            self.cache.write_one(layer, b, start, k, v)
+            keys, values = self.cache.view_one(layer, b, width)
+            out, mass = full_attention(q, keys, values, lengths, backend=self.backend, mass=True)
+            if self.ring is not None and mass is not None:
+                push_rows(self.ring[layer, b : b + 1], mass, lengths, rows, backend=self.backend)
             return out
 
-        self._forward(padded, start, attend)
+        self._forward_one(padded, start, attend)
 
-    def _store(self, layer: int, k: Tensor, v: Tensor, start: int, width: int) -> tuple[Tensor, Tensor]:
-        cache, one = self.s.cache, slice(self.b, self.b + 1)
-        T = k.shape[1]
-        cache.k[layer, one, :, start : start + T] = k.transpose(1, 2)
-        cache.v[layer, one, :, start : start + T] = v.transpose(1, 2)
-        return cache.k[layer, one, :, :width], cache.v[layer, one, :, :width]
-
-    def _forward(self, tokens: list[int], start: int, attend: Attend) -> None:
-        block = torch.tensor([tokens], device=self.device)
-        positions = torch.arange(start, start + len(tokens), device=self.device)[None]
-        self.s.decoder.forward(block, positions, attend)
+    def _forward_one(self, tokens: list[int], start: int, attend: Attend) -> None:
+        block = torch.tensor([tokens], device=self.decoder.device)
+        positions = torch.arange(start, start + len(tokens), device=self.decoder.device)[None]
+        self.decoder.forward(block, positions, attend)

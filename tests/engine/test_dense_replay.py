@@ -48,13 +48,17 @@ def engine_rounds(s, document, policy):
 
 
 def compare(settings, trace, policies):
-    """Mismatching policies, and the number of rounds compared."""
+    """Mismatching policies, and the number of rounds compared. Tokens must equal the trace's plain greedy output."""
     job = load_job(ModelSettings(**settings["model"]), settings["workload"])
     done = {policy.name: [] for policy in policies}
+    greedy = {}
+    for doc, token in zip(trace.outputs["doc"].to_pylist(), trace.outputs["token_id"].to_pylist()):
+        greedy.setdefault(doc, []).append(token)
     for document in job.documents:
         s = job.sequences([document], policies)
         for policy in policies:
             done[policy.name] += engine_rounds(s, document, policy)
+            assert s.tokens[0][len(document.prompt_ids) :] == greedy[document.index], policy.name
     mismatches, rounds = [], 0
     for policy, replayed in zip(policies, replay_rounds(trace, policies), strict=True):
         ours = done[policy.name]

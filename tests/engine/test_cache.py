@@ -1,0 +1,87 @@
+"""The cache's arithmetic against a list per sequence: write, commit, roll back, gather, with ragged lengths."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from specdial.engine.cache import KVCache, round_up
+from specdial.engine.models.shapes import SHAPES
+from specdial.policies.errors import UserError
+
+CONFIG = SHAPES["smollm2-135m"]
+
+
+def make(batch, capacity):
+    import dataclasses
+
+    small = dataclasses.replace(CONFIG, layers=2, kv_heads=2, heads=2, head_dim=4)
+    return KVCache(small, batch, capacity, device="cpu", dtype=torch.float32)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_a_history_of_writes_and_rollbacks_equals_lists(data):
+    batch = data.draw(st.integers(1, 4))
+    cache, truth, stamp = make(batch, 100), [[] for _ in range(batch)], 0
+    for _ in range(data.draw(st.integers(1, 8))):
+        T = data.draw(st.integers(1, 9))
+        if max(map(len, truth)) + T > cache.capacity_tokens:
+            break
+        k = torch.arange(stamp, stamp + batch * T * 8, dtype=torch.float32).view(batch, T, 2, 4)
+        stamp += batch * T * 8
+        for layer in range(2):
+            cache.write(layer, k + layer, -(k + layer))
+        rows = np.array([data.draw(st.integers(0, T)) for _ in range(batch)])
+        cache.commit(rows)
+        for b in range(batch):
+            truth[b] += list(k[b, : rows[b]])
+        if data.draw(st.booleans()):
+            keep = np.array([data.draw(st.integers(0, len(t))) for t in truth])
+            cache.set_lengths(keep)
+            truth = [t[:n] for t, n in zip(truth, keep)]
+    assert cache.host_lengths.tolist() == cache.lengths.tolist() == [len(t) for t in truth]
+    for layer in range(2):
+        keys, values = cache.view(layer, cache.capacity_tokens)
+        for b, rows in enumerate(truth):
+            for position, row in enumerate(rows):
+                assert torch.equal(keys[b, :, position], row + layer)
+                assert torch.equal(values[b, :, position], -(row + layer))
+
+
+def test_gather_reads_each_sequence_or_many_lanes_of_one():
+    cache = make(1, 64)
+    k = torch.randn(1, 10, 2, 4)
+    cache.write(0, k, 2 * k)
+    indices = torch.tensor([[[0, 3], [9, 9]], [[1, 2], [4, 5]], [[7, 8], [0, 1]]])  # [3, 2, 2]
+    keys, values = cache.gather(0, indices)
+    for n in range(3):
+        for h in range(2):
+            for c in range(2):
+                assert torch.equal(keys[n, h, c], k[0, indices[n, h, c], h])
+                assert torch.equal(values[n, h, c], 2 * k[0, indices[n, h, c], h])
+
+
+def test_lengths_outside_the_capacity_are_refused():
+    cache = make(2, 64)
+    with pytest.raises(ValueError, match="outside"):
+        cache.set_lengths(np.array([0, 65]))
+    with pytest.raises(ValueError, match="outside"):
+        cache.set_lengths(np.array([-1, 0]))
+    cache.set_lengths(np.array([60, 1]))
+    with pytest.raises(ValueError, match="past capacity"):
+        cache.width(5)
+    assert cache.width(4) == 64
+
+
+def test_memory_that_cannot_be_had_is_a_user_error():
+    with pytest.raises(UserError, match="lower context or batch"):
+        KVCache(CONFIG, 1_000_000, 1_000_000, device="cpu", dtype=torch.float32)
+
+
+@given(st.integers(0, 10**6), st.integers(1, 512))
+def test_round_up_is_the_least_multiple(value, multiple):
+    result = round_up(value, multiple)
+    assert result % multiple == 0
+    assert 0 <= result - value < multiple
