@@ -97,7 +97,7 @@ def read_meta(path: Path, schema: str, what: str) -> dict[str, Any]:
 def read_table(path: Path, schema: pa.Schema) -> pa.Table:
     """Read one Parquet part and hold it to its schema. Extra columns are dropped, missing ones are an error."""
     try:
-        table = pq.read_table(path)
+        table = pq.read_table(path, page_checksum_verification=True)
     except FileNotFoundError:
         raise UserError(f"{path} is missing", REMEDY) from None
     except (OSError, pa.ArrowException):

@@ -14,6 +14,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from specdial.engine.trace.reader import read_meta
 from specdial.engine.trace.schema import COSTS, COSTS_SCHEMA, TABLES, TRACE_SCHEMA
 from specdial.policies.artifact import write_bytes_atomic, write_json_atomic
 from specdial.policies.errors import UserError
@@ -30,7 +31,7 @@ class TraceWriter:
         path = out / "meta.json"
         content = {"schema": TRACE_SCHEMA, **meta}
         if path.exists():
-            found = json.loads(path.read_text())
+            found = read_meta(out, TRACE_SCHEMA, "trace")
             if _identity(found) != _identity(json.loads(json.dumps(content))):
                 raise UserError(f"{out} holds a trace of another recording", "choose another out= or delete it")
         else:
@@ -58,10 +59,11 @@ def write_table(path: Path, columns: Columns, schema: pa.Schema) -> None:
     """Write columns as one Parquet file of exactly this schema, atomically."""
     arrays = [pa.array(columns[field.name], type=field.type, from_pandas=False) for field in schema]
     sink = io.BytesIO()
-    pq.write_table(pa.Table.from_arrays(arrays, schema=schema), sink, compression="zstd")
+    pq.write_table(pa.Table.from_arrays(arrays, schema=schema), sink, compression="zstd", write_page_checksum=True)
     write_bytes_atomic(path, sink.getvalue())
 
 
 def _identity(meta: dict[str, Any]) -> dict[str, Any]:
-    """What must agree for a recording to be resumed: everything but when and on what it was started."""
-    return {k: v for k, v in meta.items() if k not in ("provenance", "hardware")}
+    """What must agree for a recording to be resumed: everything but when, where and on what it was started."""
+    kept = {k: v for k, v in meta.items() if k not in ("provenance", "hardware")}
+    return {**kept, "config": {k: v for k, v in (meta.get("config") or {}).items() if k != "out"}}
