@@ -58,16 +58,16 @@ class KVCache:
             raise ValueError(f"a block of {block_tokens} rows ends at {longest}, past capacity {self.capacity_tokens}")
         return self.rounded(longest)
 
-    def write(self, layer: int, k: Tensor, v: Tensor) -> None:
-        """Put a block [B, T, Hk, D] behind the committed keys of each sequence."""
+    def write(self, layer: int, k: Tensor, v: Tensor, *, ahead: int = 0) -> None:
+        """Put a block [B, T, Hk, D] behind the committed keys of each sequence, `ahead` positions further on."""
         T = k.shape[1]
         if (self.host_lengths == self.host_lengths[0]).all():
-            start = int(self.host_lengths[0])
+            start = int(self.host_lengths[0]) + ahead
             self.k[layer, :, :, start : start + T] = k.transpose(1, 2)
             self.v[layer, :, :, start : start + T] = v.transpose(1, 2)
             return
         rows = torch.arange(self.batch, device=k.device)[:, None]  # [B, 1]
-        positions = self.lengths[:, None] + torch.arange(T, device=k.device)  # [B, T]
+        positions = self.lengths[:, None] + ahead + torch.arange(T, device=k.device)  # [B, T]
         self.k[layer].transpose(1, 2)[rows, positions] = k
         self.v[layer].transpose(1, 2)[rows, positions] = v
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from specdial.engine.clock import Clock
-from specdial.engine.drafters.sparse_self import CompactDraft, choose_keys
+from specdial.engine.drafters.sparse_self import begin_draft
 from specdial.engine.sampling import Sampling, Verdict, choose, distribution, generators, verify_greedy, verify_sampled
 from specdial.engine.sequences import Sequences
 from specdial.policies.controllers import Controller, Signals, draft_limit, longest_draft, make_controller
@@ -123,8 +123,7 @@ class Decoding:
         probabilities: list[Tensor] = []
         select_us = draft_us = 0.0
         if drafting.any() and s.ring is not None:
-            indices, counts = choose_keys(s.ring, s.cache.lengths, variant.draft_kv, backend=s.backend)
-            drafter = CompactDraft(s.decoder, s.cache, indices, counts, steps=widest, backend=s.backend)
+            drafter = begin_draft(s.decoder, s.cache, s.ring, variant.draft_kv, steps=widest, backend=s.backend)
             select_us = self.clock.lap_us()
             token = s.pending()
             while drafting.any():

@@ -6,6 +6,7 @@ import torch
 from scipy.stats import chi2_contingency
 
 from specdial.engine import loop
+from specdial.engine.drafters.sparse_self import CompactDraft, GatherDraft, choose_keys
 from specdial.engine.loop import Decoding
 from specdial.engine.sampling import Sampling, Verdict, draw
 from specdial.engine.sequences import Sequences
@@ -110,6 +111,18 @@ def test_drafting_writes_nothing_into_the_cache(tiny_model):
     decoding = Decoding(s, lossless("fixed-4"), Sampling(), [0])
     decoding._draft(lossless("fixed-4"), decoding.controllers[0], np.array([4]))
     assert torch.equal(s.cache.k, before)
+
+
+def test_gathered_and_copied_keys_give_the_same_drafts(tiny_model):
+    s = sequences(tiny_model("llama", head_dim=64), [prompt(60, 1), prompt(131, 2)], [8, 8])
+    indices, counts = choose_keys(s.ring, s.cache.lengths, lossless("fixed-4").draft_kv, backend="reference")
+    arguments = (s.decoder, s.cache, indices, counts)
+    copied, gathered = (d(*arguments, steps=4, backend="reference") for d in (CompactDraft, GatherDraft))
+    token = s.pending()
+    for _ in range(4):
+        a, b = copied.step(token, s.cache.lengths), gathered.step(token, s.cache.lengths)
+        assert torch.allclose(a, b, atol=1e-4)
+        token = a.argmax(-1)
 
 
 LANES = 1500

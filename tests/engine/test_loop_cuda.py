@@ -20,7 +20,7 @@ KV = {"budget": 40, "sink": 2, "recent": 8, "window": 8}
 def sequences(tiny_checkpoint):
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
-    model = load_model(str(tiny_checkpoint("llama")), device="cuda", dtype="float32")
+    model = load_model(str(tiny_checkpoint("llama", head_dim=64)), device="cuda", dtype="float32")
     assert backend_for(model.decoder.device) == "triton"
     prompts = [np.random.default_rng(seed).integers(0, 256, n).tolist() for seed, n in ((1, 60), (2, 131), (3, 17))]
     s = Sequences(model.decoder, 260, 3, window=8, backend="triton")
