@@ -46,7 +46,7 @@ def with_trace(settings: dict[str, Any]) -> dict[str, Any]:
         raise UserError("trace is missing", "add trace=DIR, or workload=NAME for the trace runs/NAME")
     if workload is None:
         return settings
-    from specdial.engine.trace.reader import read_meta  # here, since pyarrow would slow every --help
+    from specdial.engine.trace.meta import read_meta  # here, since pyarrow would slow every --help
     from specdial.engine.trace.schema import TRACE_SCHEMA
 
     trace = Path(str(settings["trace"] or f"runs/{workload}"))

@@ -3,7 +3,6 @@
 Leaves out interpretation: the simulator turns the tables into arrays.
 """
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from specdial.engine.trace.meta import REMEDY, read_meta
 from specdial.engine.trace.schema import (
     COSTS,
     COSTS_SCHEMA,
@@ -23,8 +23,6 @@ from specdial.engine.trace.schema import (
     TRACE_SCHEMA,
 )
 from specdial.policies.errors import UserError
-
-REMEDY = "record it again"
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,21 +75,6 @@ def read_costs(path: str | Path) -> CostTable:
     if unknown:
         raise UserError(f"cost table {path} has unknown operations {sorted(unknown)}", "calibrate again")
     return CostTable(path, meta, rows)
-
-
-def read_meta(path: Path, schema: str, what: str) -> dict[str, Any]:
-    """Read meta.json of a directory and check its schema line."""
-    try:
-        meta = json.loads((path / "meta.json").read_text())
-    except FileNotFoundError:
-        raise UserError(f"{path} is not a {what}: it has no meta.json", "check the path") from None
-    except (OSError, ValueError):
-        raise UserError(f"{path}/meta.json is not readable JSON", REMEDY) from None
-    found = meta.get("schema") if isinstance(meta, dict) else None
-    if found != schema:
-        raise UserError(f"{path} has schema {found!r}", f"this version reads {schema!r}: update specdial or {REMEDY}")
-    assert isinstance(meta, dict)
-    return meta
 
 
 def read_table(path: Path, schema: pa.Schema) -> pa.Table:

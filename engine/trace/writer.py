@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from specdial.engine.trace.reader import read_meta
+from specdial.engine.trace.meta import read_meta
 from specdial.engine.trace.schema import COSTS, COSTS_SCHEMA, TABLES, TRACE_SCHEMA
 from specdial.policies.artifact import write_bytes_atomic, write_json_atomic
 from specdial.policies.errors import UserError
