@@ -69,12 +69,12 @@ def load_job(model: ModelSettings, workload: Mapping[str, Any], split: str = "al
 
     Raises UserError on anything unusable.
     """
+    spec = WorkloadSpec.from_mapping(workload)  # first, since a model takes long to load
     loaded = load_model(model.source, device=model.device, dtype=model.dtype, seed=model.seed)
-    spec = WorkloadSpec.from_mapping(workload)
     check_context(spec.context_tokens + spec.new_tokens, loaded)
     built = build(spec, loaded.tokenizer)
-    documents = sorted((d for part in split.split("+") for d in of_split(built, part)), key=lambda d: d.index)
-    return Job(loaded, model.name or loaded.config.name, spec, documents)
+    chosen = {d.index: d for part in split.split("+") for d in of_split(built, part)}
+    return Job(loaded, model.name or loaded.config.name, spec, [chosen[index] for index in sorted(chosen)])
 
 
 def backend_for(device: torch.device | str) -> Backend:

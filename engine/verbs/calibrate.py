@@ -48,6 +48,8 @@ def run(settings: Mapping[str, Any]) -> dict[str, Any]:
     if not (s.contexts and s.batches and s.ks and s.budgets):
         raise UserError("contexts, batches, ks and budgets must not be empty", "name at least one value of each")
     workload = {**s.workload, "context_tokens": max(s.contexts), "documents": 3, "new_tokens": max(s.ks) + 2}
+    workload["keep_short"] = False  # a shorter prompt would be timed as a longer one
+    policies = {(k, budget): _policy(s, k, budget) for k in s.ks for budget in s.budgets}
     job = load_job(s.model, workload, "train")
     check_context(max(s.contexts) + max(s.ks) + 2, job.model)
     out = Path(s.out)
@@ -55,7 +57,7 @@ def run(settings: Mapping[str, Any]) -> dict[str, Any]:
     rows: list[dict[str, Any]] = []
     with progress("calibrate", len(s.contexts) * len(s.batches)) as bar:
         for batch in s.batches:
-            bench = _Bench(job, s, batch)
+            bench = _Bench(job, s, policies, batch)
             for context in s.contexts:
                 rows += bench.measure(context)
                 bar.advance(1, f"context {context}, batch {batch}")
@@ -78,11 +80,11 @@ def run(settings: Mapping[str, Any]) -> dict[str, Any]:
 class _Bench:
     """One batch of identical prompts, held at a chosen committed length."""
 
-    def __init__(self, job: Job, settings: Settings, batch: int) -> None:
+    def __init__(self, job: Job, settings: Settings, policies: dict[tuple[int, int], Policy], batch: int) -> None:
         self.settings = settings
         self.kv_bytes = describe(job, Sampling())["model"]["kv_bytes_per_token"]
         self.weight_bytes = job.model.decoder.weight_bytes
-        self.policies = {(k, budget): _policy(settings, k, budget) for k in settings.ks for budget in settings.budgets}
+        self.policies = policies
         document = job.documents[0]
         self.prompt = document.prompt_ids
         self.sequences: Sequences = job.sequences([document], list(self.policies.values()))

@@ -11,7 +11,7 @@ from typing import Any
 from rich.table import Table
 
 from specdial.engine.dense import dense_table, record_dense
-from specdial.engine.job import Job, ModelSettings, describe, hardware, load_job
+from specdial.engine.job import Job, ModelSettings, describe, hardware, history_window, load_job
 from specdial.engine.loop import Decoding
 from specdial.engine.progress import progress
 from specdial.engine.recorder import Recorder
@@ -46,6 +46,9 @@ def run(settings: Mapping[str, Any]) -> dict[str, Any]:
     s = parse(Settings, settings)
     policy = policy_from_mapping(s.policy, "policy")
     arms = _arms(s, policy)
+    widest = policy_from_mapping({"controller": {"kind": "fixed", "k": s.k_max}, "draft_kv": to_plain(arms[0])})
+    decoded = [policy, widest] if s.dense else [policy]
+    history_window(decoded)
     job = load_job(s.model, s.workload, s.split)
     out = Path(s.out)
     claim_directory(out, "record", to_plain(s))
@@ -67,7 +70,6 @@ def run(settings: Mapping[str, Any]) -> dict[str, Any]:
         },
     )
     finished = writer.finished()
-    widest = policy_from_mapping({"controller": {"kind": "fixed", "k": s.k_max}, "draft_kv": to_plain(arms[0])})
     groups = [job.documents[i : i + s.batch] for i in range(0, len(job.documents), s.batch)]
     totals = {"documents": 0, "rounds": 0, "tokens": 0}
     with progress("record", len(job.documents)) as bar:
@@ -75,7 +77,7 @@ def run(settings: Mapping[str, Any]) -> dict[str, Any]:
             if all(d.index in finished for d in group):
                 bar.advance(len(group))
                 continue
-            sequences = job.sequences(group, [policy, widest] if s.dense else [policy])
+            sequences = job.sequences(group, decoded)
             recorder = Recorder(group)
             for round_ in Decoding(sequences, policy, s.sampling, [d.index for d in group]).rounds():
                 recorder.add(round_)

@@ -40,6 +40,8 @@ def run(settings: Mapping[str, Any]) -> dict[str, Any]:
     s = parse(Settings, settings)
     policy = policy_from_mapping(s.policy, "policy")
     text = _prompt(s.prompt)
+    if s.out is not None and Path(s.out).is_dir():
+        raise UserError(f"{s.out} is a directory", "give out=FILE.json")
     model = load_model(s.model.source, device=s.model.device, dtype=s.model.dtype, seed=s.model.seed)
     tokenizer = model.tokenizer
     ids = tokenizer.chat([{"role": "user", "content": text}]) if s.chat else tokenizer.encode(text)

@@ -15,7 +15,7 @@ import numpy as np
 from rich.table import Table
 from scipy.stats import spearmanr
 
-from specdial.engine.job import Job, ModelSettings, describe, hardware, load_job
+from specdial.engine.job import Job, ModelSettings, describe, hardware, history_window, load_job
 from specdial.engine.loop import Decoding, Round
 from specdial.engine.progress import progress
 from specdial.engine.sampling import Sampling
@@ -69,6 +69,9 @@ def run(settings: Mapping[str, Any]) -> dict[str, Any]:
     policies = [policy_from_mapping(p, f"policies[{i}]") for i, p in enumerate(s.policies)]
     if not policies:
         raise UserError("no policy to validate", "give policy=FILE or a directory of policy files")
+    for policy in policies:
+        _check_prediction(policy)
+    history_window(policies)
     job = load_job(s.model, s.workload, s.split)
     for policy in policies:
         _check_model(policy, job)
@@ -92,9 +95,9 @@ def run(settings: Mapping[str, Any]) -> dict[str, Any]:
         "provenance": provenance(),
     }
     write_json_atomic(out / "validation.json", content)
-    for policy, row in zip(policies, rows):
+    for policy, row, name in zip(policies, rows, _file_names(policies)):
         measured = {**row["measured"], "split": s.split, "hardware": content["hardware"]}
-        save_policy(replace(policy, measured=measured), out / "policies" / f"{policy.name}.yaml")
+        save_policy(replace(policy, measured=measured), out / "policies" / f"{name}.yaml")
     _print(out, job, rows, content)
     return {
         "out": str(out),
@@ -204,6 +207,21 @@ def _ranking(rows: list[dict[str, Any]]) -> dict[str, Any]:
         "median_error_frac": float(np.median(errors)),
         "worst_error_frac": float(errors.max()),
     }
+
+
+def _file_names(policies: list[Policy]) -> list[str]:
+    """The policies' names, numbered where several share one."""
+    names = [p.name for p in policies]
+    return [
+        n if names.count(n) == 1 else f"{n}-{names[: i + 1].count(n)}-of-{names.count(n)}" for i, n in enumerate(names)
+    ]
+
+
+def _check_prediction(policy: Policy) -> None:
+    predicted = (policy.expected or {}).get("speedup")
+    number = isinstance(predicted, (int, float)) and not isinstance(predicted, bool)
+    if predicted is not None and not (number and predicted > 0):
+        raise UserError(f"policy {policy.name}: expected.speedup is {predicted!r}", "give a positive number or null")
 
 
 def _check_model(policy: Policy, job: Job) -> None:
