@@ -112,7 +112,7 @@ def _check_into(into: Statistics, q: torch.Tensor, k_cache: torch.Tensor) -> Non
     M = H // Hk * T
     if into.group != H // Hk:
         raise ValueError(f"into is for groups of {into.group} query heads, q {list(q.shape)} has {H // Hk}")
-    parts = [("into.lse", into.lse, (B, Hk, M))]
+    parts: list[tuple[str, torch.Tensor, tuple[int, ...]]] = [("into.lse", into.lse, (B, Hk, M))]
     if into.granularity == "page":
         parts.append(("into.log_mass", into.log_mass, (B, Hk, -(-S // into.page_tokens), M)))
     else:

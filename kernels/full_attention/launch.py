@@ -51,7 +51,7 @@ def choose_tiling(rows: int, head_dim: int, dtype: torch.dtype) -> Tiling:
         return FLOAT32
     tiling = TILINGS[16 if rows <= 16 else 32 if rows <= 32 else 64]
     if head_dim > 128:
-        return replace(TILINGS[min(tiling.block_m, 32)], stages=2, per_sm=1, crowded_per_sm=1)
+        return replace(TILINGS[16], stages=2)  # more rows would spill
     if head_dim <= 64:  # half the shared memory
         return replace(tiling, per_sm=2 * tiling.per_sm, crowded_per_sm=2 * tiling.crowded_per_sm)
     return tiling

@@ -66,8 +66,11 @@ def assert_near(got: torch.Tensor, want: torch.Tensor, limit: float) -> None:
     assert ((got.double() - want.double()).norm() / want.double().norm()).item() < limit
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 2e-6), (torch.float16, 2e-3)], ids=["fp32", "fp16"])
+@pytest.mark.parametrize(
+    ("shape", "dtype", "limit"),
+    [(shape, torch.float32, 2e-6) for shape in SHAPES] + [(shape, torch.float16, 2e-3) for shape in SHAPES[:4]],
+    ids=str,
+)
 def test_output_and_masses_match_float64(shape: tuple, dtype: torch.dtype, limit: float) -> None:
     inputs = make(shape, dtype)
     want, mass = naive(*inputs)
