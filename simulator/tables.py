@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from rich.console import Console
 from rich.table import Table
 
+from specdial.policies.console import table_console
 from specdial.policies.file import policy_digest
 from specdial.simulator.check import AcceptanceCheck
 from specdial.simulator.choice import Choice
@@ -42,7 +42,7 @@ def print_outcomes(outcomes: Sequence[Outcome], title: str) -> None:
             number(o.us_per_token, 0),
             bytes_text,
         )
-    console = wide_console()
+    console = table_console()
     console.print(table)
     for o in outcomes:
         notes = [breakdown_text(o)] if o.breakdown and len(outcomes) <= 8 else []
@@ -84,12 +84,7 @@ def print_inversion(rows: Sequence[Inversion]) -> None:
             ", ".join(marks),
             end_section=i + 1 < len(rows) and rows[i + 1].arm != r.arm,
         )
-    wide_console().print(table)
-
-
-def wide_console() -> Console:
-    """A console wide enough for the tables; a narrower terminal wraps lines rather than numbers."""
-    return Console(width=max(Console().width, 144))
+    table_console().print(table)
 
 
 def print_surface(corners: Sequence[Corner]) -> None:
@@ -97,7 +92,7 @@ def print_surface(corners: Sequence[Corner]) -> None:
     if not corners:
         return
     batches = sorted({corner.batch for corner in corners})
-    wide_console().print("best fixed k (its speedup) by context and batch, acceptance as recorded")
+    table_console().print("best fixed k (its speedup) by context and batch, acceptance as recorded")
     table = Table()
     table.add_column("context", justify="right")
     for batch in batches:
@@ -109,7 +104,7 @@ def print_surface(corners: Sequence[Corner]) -> None:
             str(context),
             *("-" if c is None else f"{c.k} ({c.speedup:.2f}){'*' if c.extrapolated else ''}" for c in cells),
         )
-    wide_console().print(table)
+    table_console().print(table)
 
 
 def corner_text(corner: Corner | None) -> str:
@@ -125,12 +120,12 @@ def print_costs(costs: CostModel) -> None:
         if "median_frac" in error
     ]
     text = ", ".join(parts) if parts else "too few measurements to say"
-    wide_console().print(f"cost model, error of each measurement predicted from the others: {text}", highlight=False)
+    table_console().print(f"cost model, error of each measurement predicted from the others: {text}", highlight=False)
 
 
 def print_acceptance(check: AcceptanceCheck) -> None:
     """How well acceptance is modelled on held-out documents and left-out budgets."""
-    console = wide_console()
+    console = table_console()
     if check.hazard is not None:
         h = check.hazard
         console.print(
@@ -170,7 +165,7 @@ def print_choice(choice: Choice, title: str) -> None:
             seen.append(policy_digest(outcome.policy))
             front.append(outcome)
     print_outcomes([*shown, *front], title)
-    console = wide_console()
+    console = table_console()
     if choice.pays:
         console.print(f"best: {choice.best.policy.name}", highlight=False)
     else:

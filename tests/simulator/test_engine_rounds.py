@@ -156,7 +156,7 @@ def random_policy(generator):
             "k_max": k,
             "form": str(generator.choice(["paper", "calibrated"])),
             "gamma": float(generator.uniform(0.0, 0.3)),
-            "k_set": [[], [1, 3, 6]][int(generator.integers(2))],
+            "k_set": [allowed for allowed in [[], [1, 3, 6]][int(generator.integers(2))] if allowed <= k],
         },
     }
     controller = {"kind": str(kind), **settings[kind]}
