@@ -29,12 +29,16 @@ class KVCache:
         except (RuntimeError, torch.OutOfMemoryError):
             needed = 2 * int(np.prod(shape)) * dtype.itemsize / 1e9
             raise UserError(f"the KV cache needs {needed:.1f} GB", "lower context or batch") from None
-        self.lengths = torch.zeros(batch, dtype=torch.int64, device=device)  # [B] keys committed
+        self.lengths = torch.zeros(batch, dtype=torch.int64, device=device)  # [B] keys committed; updated in place
         self.host_lengths = np.zeros(batch, dtype=np.int64)  # [B] the same, known without asking the device
 
     @property
     def batch(self) -> int:
         return self.k.shape[1]
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.k.is_cuda
 
     @property
     def capacity_tokens(self) -> int:
@@ -45,29 +49,36 @@ class KVCache:
         if (lengths < 0).any() or (lengths > self.capacity_tokens).any():
             raise ValueError(f"lengths {lengths.tolist()} outside 0..{self.capacity_tokens}")
         self.host_lengths = lengths.astype(np.int64)
-        self.lengths = torch.from_numpy(self.host_lengths.copy()).to(self.lengths.device)
+        self.lengths.copy_(torch.from_numpy(self.host_lengths))
 
     def commit(self, rows: np.ndarray) -> None:
         """Count the first rows[b] keys of the last written block as committed. [B] integer."""
         self.set_lengths(self.host_lengths + rows)
 
     def width(self, block_tokens: int) -> int:
-        """Keys to read so that every sequence sees its block of `block_tokens` rows, rounded up."""
+        """Keys to read so that every sequence sees its block of `block_tokens` rows.
+
+        On a CPU rounded up to WIDTH_MULTIPLE; on a GPU the whole capacity, since kernels read the lengths themselves
+        and a captured graph must serve every length. Raises ValueError when the block does not fit.
+        """
         longest = int(self.host_lengths.max()) + block_tokens
         if longest > self.capacity_tokens:
             raise ValueError(f"a block of {block_tokens} rows ends at {longest}, past capacity {self.capacity_tokens}")
-        return self.rounded(longest)
+        return self.capacity_tokens if self.on_gpu else self.rounded(longest)
 
-    def write(self, layer: int, k: Tensor, v: Tensor, *, ahead: int = 0) -> None:
-        """Put a block [B, T, Hk, D] behind the committed keys of each sequence, `ahead` positions further on."""
+    def write(self, layer: int, k: Tensor, v: Tensor) -> None:
+        """Put a block [B, T, Hk, D] behind the committed keys of each sequence."""
         T = k.shape[1]
-        if (self.host_lengths == self.host_lengths[0]).all():
-            start = int(self.host_lengths[0]) + ahead
+        if not self.on_gpu and (self.host_lengths == self.host_lengths[0]).all():
+            start = int(self.host_lengths[0])
             self.k[layer, :, :, start : start + T] = k.transpose(1, 2)
             self.v[layer, :, :, start : start + T] = v.transpose(1, 2)
             return
+        self.write_at(layer, k, v, self.lengths[:, None] + torch.arange(T, device=k.device))
+
+    def write_at(self, layer: int, k: Tensor, v: Tensor, positions: Tensor) -> None:
+        """Put keys [B, T, Hk, D] at positions [B, T], which the device knows."""
         rows = torch.arange(self.batch, device=k.device)[:, None]  # [B, 1]
-        positions = self.lengths[:, None] + ahead + torch.arange(T, device=k.device)  # [B, T]
         self.k[layer].transpose(1, 2)[rows, positions] = k
         self.v[layer].transpose(1, 2)[rows, positions] = v
 

@@ -67,12 +67,12 @@ def _draft_chunk(
     indices, counts = selection
     lanes = counts.shape[0]
     positions = torch.arange(start - 1, start - 1 + lanes, device=s.decoder.device)  # where the first input stands
-    drafter = CompactDraft(s.decoder, s.cache, indices, counts, steps=k_max, backend=s.backend)
+    drafter = CompactDraft(s, indices, counts, positions, steps=k_max)
     token = torch.tensor(tokens[start - 1 : start - 1 + lanes], device=s.decoder.device)
     alive = np.ones(lanes, dtype=np.bool_)  # every earlier draft of the chain matched
     rows: list[dict[str, np.ndarray]] = []
     for depth in range(1, k_max + 1):
-        logits = drafter.step(token, positions)
+        logits = drafter.step(token)
         token = logits.argmax(dim=-1)
         entropy, top1, margin = (value.cpu().numpy() for value in signal_values(logits))
         truth = np.array(

@@ -122,12 +122,12 @@ class Decoding:
         tokens: list[Tensor] = []
         probabilities: list[Tensor] = []
         select_us = draft_us = 0.0
-        if drafting.any() and s.ring is not None:
-            drafter = begin_draft(s.decoder, s.cache, s.ring, variant.draft_kv, steps=widest, backend=s.backend)
+        if drafting.any():
+            drafter = begin_draft(s, variant.draft_kv, steps=widest)
             select_us = self.clock.lap_us()
             token = s.pending()
             while drafting.any():
-                logits = drafter.step(token, s.cache.lengths)
+                logits = drafter.step(token)
                 token, q = choose(logits, self.sampling, self.random)
                 tokens.append(token)
                 if q is not None:

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specdial.engine.cache import KVCache, round_up
+from specdial.engine.graphs import Graphs
 from specdial.engine.models.decoder import Attend, Decoder
 from specdial.kernels import Backend
 from specdial.kernels.full_attention import full_attention
@@ -49,6 +50,7 @@ class Sequences:
         if window:
             shape = (c.layers, batch, c.kv_heads, window, self.cache.capacity_tokens)
             self.ring = torch.zeros(shape, device=decoder.device)  # [L, B, Hk, W, S]
+        self.graphs = Graphs(decoder.device)
         self.tokens: list[list[int]] = [[] for _ in range(batch)]
         self.prompt_tokens = np.zeros(batch, dtype=np.int64)
         self.limits = np.zeros(batch, dtype=np.int64)  # new tokens allowed
@@ -128,14 +130,21 @@ class Sequences:
     def forward_block(self, tokens: Tensor, *, padded: bool, mass: bool) -> Block:
         """Full attention over everything cached for a block of tokens [B, T], written behind the committed keys.
 
-        padded: round T up to ROW_MULTIPLE inside. mass: also return the attention rows. Commits nothing.
+        padded: on a CPU, round T up to ROW_MULTIPLE inside. mass: also return the attention rows. Commits nothing.
+        On a GPU the result lives in a graph's buffers, until the next block of this length.
         """
         T = tokens.shape[1]
-        if padded:
+        if padded and not self.cache.on_gpu:
             tokens = F.pad(tokens, (0, round_up(T, ROW_MULTIPLE) - T))
+        width = self.cache.width(tokens.shape[1])
+        block: Block = self.graphs.run(
+            ("block", tokens.shape[1], mass), lambda static: self._block(static, width, mass), tokens
+        )
+        return Block(block.logits[:, :T], block.masses)
+
+    def _block(self, tokens: Tensor, width: int, mass: bool) -> Block:
         lengths = self.cache.lengths
         positions = lengths[:, None] + torch.arange(tokens.shape[1], device=tokens.device)  # [B, T]
-        width = self.cache.width(tokens.shape[1])
         masses: list[Tensor] | None = [] if mass else None
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -147,7 +156,7 @@ class Sequences:
             return out
 
         hidden = self.decoder.forward(tokens, positions, attend)
-        return Block(self.decoder.logits(hidden)[:, :T], masses)
+        return Block(self.decoder.logits(hidden), masses)
 
     def push_history(self, masses: list[Tensor], rows: np.ndarray) -> None:
         """Add the first rows[b] attention rows of a block, written at the cache's present lengths, to the ring."""

@@ -11,8 +11,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from specdial.engine.cache import WIDTH_MULTIPLE, KVCache, round_up
-from specdial.engine.models.decoder import Decoder
+from specdial.engine.cache import WIDTH_MULTIPLE, round_up
+from specdial.engine.sequences import Sequences
 from specdial.kernels import Backend
 from specdial.kernels.full_attention import full_attention
 from specdial.kernels.selection import select
@@ -23,20 +23,21 @@ from specdial.policies.schema import DraftKV
 class SparseDraft(Protocol):
     """The draft state of N lanes for one round."""
 
-    def step(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        """Logits [N, V] of the next draft after tokens [N], the first of which stood at positions [N] at depth 0."""
+    def step(self, tokens: Tensor) -> Tensor:
+        """Logits [N, V] of the next draft after tokens [N], each lane's last one."""
         ...
 
 
 class CompactDraft:
     """Lanes are the sequences of a batch, or positions of one sequence; their keys are copied once a round."""
 
-    def __init__(
-        self, decoder: Decoder, cache: KVCache, indices: Tensor, counts: Tensor, *, steps: int, backend: Backend
-    ) -> None:
-        """indices: [L, N, Hk, C] keys to read; counts: [N] how many of them count; steps: drafts to make room for."""
-        self.decoder = decoder
-        self.backend: Backend = backend
+    def __init__(self, sequences: Sequences, indices: Tensor, counts: Tensor, positions: Tensor, *, steps: int) -> None:
+        """indices: [L, N, Hk, C] keys to read, of which counts [N] count; positions: [N] of the first input token.
+
+        steps: drafts to make room for. N is the batch, or any number of positions of a batch of one.
+        """
+        self.decoder, self.backend, cache = sequences.decoder, sequences.backend, sequences.cache
+        self.positions = positions  # [N]
         self.counts = counts.to(torch.int64)  # [N]
         L, N, Hk, C = indices.shape
         shape = (L, N, Hk, round_up(C + steps, WIDTH_MULTIPLE), cache.k.shape[-1])
@@ -48,7 +49,7 @@ class CompactDraft:
         self.v[:, :, :, C:] = 0.0
         self.depth = 0
 
-    def step(self, tokens: Tensor, positions: Tensor) -> Tensor:
+    def step(self, tokens: Tensor) -> Tensor:
         """See SparseDraft."""
         lengths = self.counts + self.depth  # [N]
         lanes = torch.arange(tokens.shape[0], device=tokens.device)
@@ -59,36 +60,39 @@ class CompactDraft:
             values[lanes, :, lengths] = v[:, 0]
             return full_attention(q, keys, values, lengths, backend=self.backend)[0]
 
-        hidden = self.decoder.forward(tokens[:, None], (positions + self.depth)[:, None], attend)
+        hidden = self.decoder.forward(tokens[:, None], (self.positions + self.depth)[:, None], attend)
         self.depth += 1
         return self.decoder.logits(hidden[:, -1])
 
 
 class GatherDraft:
-    """Lanes are the sequences of a batch; keys are read in place through their indices."""
+    """Lanes are the sequences of a batch; keys are read in place through their indices, one graph replay a step."""
 
-    def __init__(
-        self, decoder: Decoder, cache: KVCache, indices: Tensor, counts: Tensor, *, steps: int, backend: Backend
-    ) -> None:
-        """As for CompactDraft, with N = B; the cache must have room for `steps` keys behind the committed ones."""
-        cache.width(steps)
-        self.decoder = decoder
-        self.cache = cache
+    def __init__(self, sequences: Sequences, indices: Tensor, counts: Tensor, *, steps: int) -> None:
+        """indices: [L, B, Hk, C], counts: [B], in buffers that stay; the cache must have room for `steps` keys."""
+        sequences.cache.width(steps)
+        self.s = sequences
         self.indices, self.counts = indices, counts
-        self.backend: Backend = backend
         self.depth = 0
-        self._workspace: SparseWorkspace | None = None
 
-    def step(self, tokens: Tensor, positions: Tensor) -> Tensor:
+    def step(self, tokens: Tensor) -> Tensor:
         """See SparseDraft."""
-        start = self.cache.lengths  # [B]
-        lengths = start + self.depth  # [B]
+        depth = torch.full((1,), self.depth, dtype=torch.int64, device=tokens.device)
+        self.depth += 1
+        logits: Tensor = self.s.graphs.run(("draft", self.indices.shape[-1]), self._pass, tokens, depth)
+        return logits
+
+    def _pass(self, tokens: Tensor, depth: Tensor) -> Tensor:
+        cache, start = self.s.cache, self.s.cache.lengths
+        lengths = start + depth  # [B]
+        workspace: SparseWorkspace | None = None
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            self.cache.write(layer, k, v, ahead=self.depth)
-            keys, values = self.cache.view(layer, self.cache.capacity_tokens)
-            if self._workspace is None and self.backend == "triton":
-                self._workspace = workspace_for(q, keys, self.indices[layer])
+            nonlocal workspace
+            cache.write_at(layer, k, v, lengths[:, None])
+            keys, values = cache.view(layer, cache.capacity_tokens)
+            if workspace is None and self.s.backend == "triton":
+                workspace = workspace_for(q, keys, self.indices[layer])
             return sparse_attention(
                 q,
                 keys,
@@ -97,24 +101,26 @@ class GatherDraft:
                 self.counts,
                 tail_start=start,
                 lengths=lengths,
-                backend=self.backend,
-                workspace=self._workspace,
+                backend=self.s.backend,
+                workspace=workspace,
             )
 
-        hidden = self.decoder.forward(tokens[:, None], (positions + self.depth)[:, None], attend)
-        self.depth += 1
-        return self.decoder.logits(hidden[:, -1])
+        hidden = self.s.decoder.forward(tokens[:, None], lengths[:, None], attend)
+        return self.s.decoder.logits(hidden[:, -1])
 
 
-DRAFTS: dict[Backend, type[CompactDraft] | type[GatherDraft]] = {"reference": CompactDraft, "triton": GatherDraft}
-
-
-def begin_draft(
-    decoder: Decoder, cache: KVCache, ring: Tensor, draft_kv: DraftKV, *, steps: int, backend: Backend
-) -> SparseDraft:
-    """Select keys from the ring of attention rows and get ready to draft up to `steps` tokens for every sequence."""
-    indices, counts = choose_keys(ring, cache.lengths, draft_kv, backend=backend)
-    return DRAFTS[backend](decoder, cache, indices, counts, steps=steps, backend=backend)
+def begin_draft(sequences: Sequences, draft_kv: DraftKV, *, steps: int) -> SparseDraft:
+    """Select keys from the sequences' attention rows and get ready to draft up to `steps` tokens for each."""
+    s = sequences
+    if s.ring is None:
+        raise ValueError("self-drafting needs sequences with history")
+    ring = s.ring
+    indices, counts = s.graphs.run(
+        ("select", draft_kv), lambda: choose_keys(ring, s.cache.lengths, draft_kv, backend=s.backend)
+    )
+    if s.backend == "triton":
+        return GatherDraft(s, indices, counts, steps=steps)
+    return CompactDraft(s, indices, counts, s.cache.lengths, steps=steps)
 
 
 def choose_keys(ring: Tensor, lengths: Tensor, draft_kv: DraftKV, *, backend: Backend) -> tuple[Tensor, Tensor]:

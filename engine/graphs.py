@@ -1,0 +1,59 @@
+"""Passes over device tensors, captured as CUDA graphs on first use and replayed afterwards.
+
+A pass must be a function of its inputs and of buffers that stay where they are, must not wait for the host, and must
+give the same result when run twice. On a CPU it is simply called. What a replay returns is overwritten by the next
+replay of the same pass.
+"""
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+WARMUP_RUNS = 2  # compiles kernels and fills library handles outside the capture
+
+
+@dataclass(frozen=True, slots=True)
+class Captured:
+    """A graph with the buffers it reads and what it returns."""
+
+    graph: torch.cuda.CUDAGraph
+    inputs: tuple[Tensor, ...]
+    outputs: Any
+
+
+class Graphs:
+    """The captured passes of one batch of sequences."""
+
+    def __init__(self, device: torch.device | str) -> None:
+        self.enabled = torch.device(device).type == "cuda"
+        self._captured: dict[Hashable, Captured] = {}
+        self._pool: Any = None
+
+    def run(self, key: Hashable, function: Callable[..., Any], *inputs: Tensor) -> Any:
+        """`function(*inputs)`, through the graph of this key. Inputs of one key keep their shapes."""
+        if not self.enabled:
+            return function(*inputs)
+        found = self._captured.get(key)
+        if found is None:
+            found = self._captured[key] = self._capture(function, inputs)
+        for static, given in zip(found.inputs, inputs, strict=True):
+            static.copy_(given)
+        found.graph.replay()
+        return found.outputs
+
+    def _capture(self, function: Callable[..., Any], inputs: tuple[Tensor, ...]) -> Captured:
+        static = tuple(t.clone() for t in inputs)
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(WARMUP_RUNS):
+                function(*static)
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            outputs = function(*static)
+        self._pool = self._pool or graph.pool()
+        return Captured(graph, static, outputs)
