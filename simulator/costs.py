@@ -19,12 +19,16 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class CostModel:
-    """Costs of every operation. `meta` says of which model and machine; `own_rounds`: taken from a trace's rounds."""
+    """Costs of every operation. `meta` says of which model and machine; `own_rounds`: taken from a trace's rounds.
+
+    plain_gbps: bytes that plain decoding must move over its time, at the longest measured context.
+    """
 
     measured: dict[str, Measured]
     meta: dict[str, Any]
     source: str
     own_rounds: bool = False
+    plain_gbps: float | None = None
     _seen: dict[tuple[str, int, int, int, float], tuple[float, bool]] = field(default_factory=dict)
 
     @classmethod
@@ -36,7 +40,11 @@ class CostModel:
         measured = {
             op: Measured.of(op, points[ops == op], column["median_us"][ops == op]) for op in OPS if (ops == op).any()
         }
-        return cls(measured, table.meta, f"cost table {table.path}")
+        gbps = None
+        if (ops == "plain").any():
+            moved = table.rows["bytes"].to_numpy()[ops == "plain"] / column["median_us"][ops == "plain"] / 1e3
+            gbps = float(moved[points[ops == "plain"][:, CONTEXT].argmax()])
+        return cls(measured, table.meta, f"cost table {table.path}", plain_gbps=gbps)
 
     @classmethod
     def from_rounds(cls, trace: Trace) -> "CostModel":
@@ -82,7 +90,7 @@ class CostModel:
         key = (op, batch, k, budget, context_tokens)
         if key not in self._seen:
             if op not in self.measured:
-                raise CostRefusedError(f"{self.source} has no measurement of {op}")
+                raise CostRefusedError(f"there is no measurement of {op} in {self.source}")
             self._seen[key] = self.measured[op].at(np.array([batch, budget, k, context_tokens], np.float64))
         return self._seen[key]
 

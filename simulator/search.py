@@ -43,14 +43,26 @@ class Found:
     tried: tuple[Tried, ...]
 
 
-def search(space: Space, evaluate: Evaluate, trials: int, seed: int, sampler: Sampler = "auto") -> Found:
-    """Run `trials` trials, or the whole grid by brute force where `auto` finds it no larger than that."""
+def search(
+    space: Space,
+    evaluate: Evaluate,
+    trials: int,
+    seed: int,
+    sampler: Sampler = "auto",
+    *,
+    on_trials: Callable[[int], None] = lambda count: None,
+) -> Found:
+    """Run `trials` trials, or the whole grid by brute force where `auto` finds it no larger than that.
+
+    on_trials: told how many trials each generation finished.
+    """
     grid = space.grid(trials) if sampler in ("auto", "brute") else None
     if sampler == "brute" and grid is None:
         grid = list(itertools.islice(space.grid_points(), trials))
     cache = _Cache(space, evaluate)
     if grid is not None:
         cache.outcomes(grid)
+        on_trials(len(grid))
         return Found("brute", len(grid), cache.tried())
     name = "nsga2" if sampler == "auto" else sampler
     study = _study(name, seed)
@@ -65,6 +77,7 @@ def search(space: Space, evaluate: Evaluate, trials: int, seed: int, sampler: Sa
                 study.tell(trial, state=TrialState.FAIL)
             else:
                 study.tell(trial, list(values))
+        on_trials(len(asked))
     return Found(name, trials, cache.tried())
 
 

@@ -109,7 +109,8 @@ def _arm(record: Record, policy: Policy) -> tuple[int | None, str]:
             closest = differs
     if closest is None:
         return None, "no drafts were recorded"
-    return None, f"no recorded arm has {', '.join(closest)}"
+    recorded = ", ".join(str(arm["draft_kv"]["budget"]) for arm in record.arms)
+    return None, f"no recorded arm has {', '.join(closest)} (budgets recorded: {recorded})"
 
 
 def _between(wanted: dict[str, Any], record: Record) -> tuple[int, int] | None:

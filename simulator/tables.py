@@ -1,8 +1,10 @@
 """Tables for people. Lossless and lossy policies carry their label in every table."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
+from rich.progress import Progress
 from rich.table import Table
 
 from specdial.policies.console import table_console
@@ -112,8 +114,19 @@ def corner_text(corner: Corner | None) -> str:
     return "-" if corner is None else f"{corner.k} ({corner.speedup:.2f}){'*' if corner.extrapolated else ''}"
 
 
+@contextmanager
+def trial_bar(trials: int) -> Iterator[Callable[[int], None]]:
+    """A progress bar over trials on a terminal, nothing elsewhere; yields what to call with each batch finished."""
+    with Progress(console=table_console(), transient=True, disable=not table_console().is_terminal) as bar:
+        task = bar.add_task("trials", total=trials)
+        yield lambda count: bar.advance(task, count)
+
+
 def print_costs(costs: CostModel) -> None:
-    """Leave-one-out error of the cost model, one line."""
+    """What the baseline is worth, and the cost model's leave-one-out error: a line each."""
+    if costs.plain_gbps:
+        text = f"baseline: plain decoding moves {costs.plain_gbps:.1f} GB/s of weights, keys and values"
+        table_console().print(text, highlight=False)
     parts = [
         f"{op} {error['median_frac']:.1%} (worst {error['worst_frac']:.1%})"
         for op, error in costs.leave_one_out().items()

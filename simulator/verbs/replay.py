@@ -107,6 +107,7 @@ def _document(s: Settings, result: _Result) -> dict[str, Any]:
         "model": meta["model"],
         "hardware": result.costs.meta.get("hardware"),
         "costs": result.costs.source,
+        "plain_gbps": result.costs.plain_gbps,
         "leave_one_out": result.costs.leave_one_out(),
         "settings": to_plain(s),
         "outcomes": [

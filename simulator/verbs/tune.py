@@ -20,7 +20,7 @@ from specdial.simulator.outcome import Outcome
 from specdial.simulator.replay import replay
 from specdial.simulator.search import Evaluate, Found, Sampler, fixed_points, search
 from specdial.simulator.space import Search, Space
-from specdial.simulator.tables import print_acceptance, print_choice, print_costs
+from specdial.simulator.tables import print_acceptance, print_choice, print_costs, trial_bar
 
 SCHEMA = "specdial/study/1"
 
@@ -56,7 +56,8 @@ def run(settings: dict[str, Any]) -> dict[str, Any]:
     s = parse(Settings, settings)
     job = _prepare(s)
     claim_directory(Path(s.out), "tune", to_plain(s))
-    found = search(job.space, _evaluate(job, "train", 0), s.trials, s.seed, s.sampler)
+    with trial_bar(s.trials) as advance:
+        found = search(job.space, _evaluate(job, "train", 0), s.trials, s.seed, s.sampler, on_trials=advance)
     choice = choose(job.space, found, _evaluate(job, job.select_split, s.bootstrap))
     check = check_acceptance(job.record, "train", job.select_split, s.seed)
     expected = _write(job, found, choice, check)
@@ -174,6 +175,7 @@ def _study(job: _Run, found: Found, choice: Choice, files: list[str]) -> dict[st
         "model": job.record.trace.meta["model"],
         "hardware": job.costs.meta.get("hardware"),
         "settings": to_plain(job.settings),
+        "plain_gbps": job.costs.plain_gbps,
         "leave_one_out": job.costs.leave_one_out(),
         "objectives": {"speedup": "maximize", "kv_bytes_per_token": "minimize"},
         "sampler": found.sampler,

@@ -120,7 +120,7 @@ def test_missing_costs_refuse_by_name(trace, costs, policy):
     assert outcome.level == "exact"
     narrow = CostModel({"plain": costs.measured["plain"]}, costs.meta, "a table")
     (outcome,) = replay(trace, narrow, [policy("fixed")])
-    assert (outcome.level, outcome.reason) == ("refused", "a table has no measurement of verify")
+    assert (outcome.level, outcome.reason) == ("refused", "there is no measurement of verify in a table")
 
 
 def test_budgets_between_recorded_ones_are_modelled_between_them(trace, costs, policy):

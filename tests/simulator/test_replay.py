@@ -222,9 +222,9 @@ def test_a_sparse_trace_with_hardly_a_draft_refuses_others(tmp_path, policy, cos
     assert "dense=true" in other.reason
 
 
-def write_recorded(out, policy, rows, dense, shape=Shape()):  # noqa: B008, frozen
+def write_recorded(out, policy, rows, dense, shape=None):
     """A trace of `policy` itself: its rounds with noisy times, and only the drafts that it made."""
-    source = out / "source"
+    shape, source = shape or Shape(), out / "source"
     write_trace(source, shape)
     full = read_trace(source)
     meta = {

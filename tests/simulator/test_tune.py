@@ -144,6 +144,6 @@ def test_the_front_holds_what_nothing_beats(policy):
 @pytest.mark.parametrize("axis", [Range(1, 8, "int"), Range(0.1, 10.0, "log"), Range(64, 512, "int_log"), Range(-1, 1)])
 def test_grid_points_lie_in_the_distribution(axis):
     wanted = distribution(axis)
-    assert all(wanted._contains(wanted.to_internal_repr(value)) for value in axis.grid()[:-1])
+    assert all(wanted.low <= value <= wanted.high for value in axis.grid()[:-1])
     assert axis.grid()[0] == pytest.approx(axis.low)
     assert axis.grid()[-1] == pytest.approx(axis.high)
