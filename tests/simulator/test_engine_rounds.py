@@ -97,20 +97,20 @@ def prefilled(model, documents):
     return lambda batch: cache.setdefault(batch, make(batch))
 
 
-def decode(groups, policy):
+def decode(groups, policy, temperature=0.0):
     """The engine's own rows under a policy: trace tables by document."""
     tables = {}
     for group, s in groups:
         s.rewind()
         recorder = Recorder(group)
-        for round_ in Decoding(s, policy, Sampling(), [d.index for d in group]).rounds():
+        for round_ in Decoding(s, policy, Sampling(temperature=temperature), [d.index for d in group]).rounds():
             recorder.add(round_)
         for b, document in enumerate(group):
             tables[document.index] = recorder.tables(b, s.tokens[b])
     return tables
 
 
-def meta_for(documents, policy, arms, dense, batch):
+def meta_for(documents, policy, arms, *, dense, batch, temperature=0.0):
     return {
         "model": {"name": "tiny", "digest": "0", "kv_bytes_per_token": 512},
         "documents": [
@@ -128,7 +128,7 @@ def meta_for(documents, policy, arms, dense, batch):
         "arms": [{"arm": i, "drafter": {"kind": "sparse_self"}, "draft_kv": to_plain(a)} for i, a in enumerate(arms)],
         "k_max": K_MAX if dense else policy.k_max,
         "dense": dense,
-        "sampling": {"temperature": 0.0},
+        "sampling": {"temperature": temperature},
         "batch": batch,
     }
 
@@ -138,7 +138,7 @@ def dense(prefilled, documents, tmp_path_factory):
     """One dense trace of plain greedy decoding under three budgets."""
     out = tmp_path_factory.mktemp("dense")
     arms = [DraftKV(**{**KV, "budget": budget}) for budget in BUDGETS]
-    writer = TraceWriter(out, meta_for(documents, PLAIN, arms, True, 1))
+    writer = TraceWriter(out, meta_for(documents, PLAIN, arms, dense=True, batch=1))
     for group, s in prefilled(1):
         ((number, tables),) = decode([(group, s)], PLAIN).items()
         writer.write(number, {**tables, "drafts": dense_table(number, record_dense(s, 0, arms, K_MAX))})
@@ -189,14 +189,16 @@ def test_fifty_random_policies_replay_to_the_rounds_the_engine_really_does(dense
     assert len(lengths) >= 7  # the policies were as different as they should be
 
 
-@pytest.mark.parametrize("batch", [1, 2, 3])
-def test_a_recording_replays_to_its_own_rounds_and_time(prefilled, documents, tmp_path, batch):
+@pytest.mark.parametrize(("batch", "temperature"), [(1, 0.0), (2, 0.0), (3, 0.0), (1, 1.0), (2, 1.0)])
+def test_a_recording_replays_to_its_own_rounds_and_time(prefilled, documents, tmp_path, batch, temperature):
     generator = np.random.default_rng(7)
     for i in range(4):
         policy = random_policy(generator)
         out = tmp_path / str(i)
-        writer = TraceWriter(out, meta_for(documents, policy, [policy.draft_kv], False, batch))
-        tables = decode(prefilled(batch), policy)
+        writer = TraceWriter(
+            out, meta_for(documents, policy, [policy.draft_kv], dense=False, batch=batch, temperature=temperature)
+        )
+        tables = decode(prefilled(batch), policy, temperature)
         for number, own in tables.items():
             writer.write(number, own)
         (outcome,) = replay(read_trace(out), None, [policy], batch=batch, keep_rounds=True)
