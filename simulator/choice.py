@@ -27,8 +27,8 @@ class Crossover:
 
     policy: str
     speedup: float
-    low: float
-    high: float
+    low: float | None
+    high: float | None
     k: float
     alpha: float
     gamma: float
@@ -102,8 +102,8 @@ def _crossover(outcome: Outcome) -> Crossover | None:
     return Crossover(
         policy=outcome.policy.name,
         speedup=_speed(outcome),
-        low=outcome.low if outcome.low is not None else _speed(outcome),
-        high=outcome.high if outcome.high is not None else _speed(outcome),
+        low=outcome.low,
+        high=outcome.high,
         k=outcome.k,
         alpha=outcome.alpha,
         gamma=outcome.gamma,

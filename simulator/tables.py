@@ -186,7 +186,7 @@ def print_choice(choice: Choice, title: str) -> None:
     if choice.crossover is not None:
         c = choice.crossover
         console.print(
-            f"fastest drafting policy {c.policy}: speedup {c.speedup:.3f} ({c.low:.2f}-{c.high:.2f}); "
+            f"fastest drafting policy {c.policy}: speedup {c.speedup:.3f} ({number(c.low, 2)}-{number(c.high, 2)}); "
             f"it breaks even with plain decoding at alpha {c.alpha_needed:.3f} (it has {c.alpha:.3f}) "
             f"or gamma {c.gamma_needed:.3f} (it has {c.gamma:.3f}), k {c.k:.2f}",
             highlight=False,
