@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from specdial.engine.drafters.sparse_self import CompactDraft, choose_keys
+from specdial.engine.drafters.sparse_self import CompactDraft, Selection, choose_keys
+from specdial.engine.history import History
 from specdial.engine.loop import signal_values
 from specdial.engine.sequences import Sequences
 from specdial.policies.schema import DraftKV
@@ -25,7 +25,7 @@ def record_dense(s: Sequences, b: int, arms: list[DraftKV], k_max: int) -> dict[
 
     `s` holds that one sequence; it is used as scratch and left rewound to the prompt.
     """
-    if s.batch != 1 or s.ring is None:
+    if s.batch != 1 or s.history is None:
         raise ValueError("dense recording takes sequences one at a time, with history")
     tokens, prompt = list(s.tokens[b]), int(s.prompt_tokens[b])
     s.rewind()
@@ -33,41 +33,49 @@ def record_dense(s: Sequences, b: int, arms: list[DraftKV], k_max: int) -> dict[
     for start in range(prompt, len(tokens), CHUNK_POSITIONS):
         stop = min(start + CHUNK_POSITIONS, len(tokens))
         selections = _advance(s, tokens, start, stop, arms)
-        for arm, (indices, counts) in enumerate(selections):
-            columns.append(_draft_chunk(s, tokens, start, arm, (indices, counts), k_max))
+        for arm, selection in enumerate(selections):
+            columns.append(_draft_chunk(s, tokens, start, arm, selection, k_max))
     s.rewind()
     merged = {name: np.concatenate([c[name] for c in columns]) for name in columns[0]}
     order = np.lexsort((merged["depth"], merged["arm"], merged["position"]))
     return {name: values[order] for name, values in merged.items()}
 
 
-def _advance(
-    s: Sequences, tokens: list[int], start: int, stop: int, arms: list[DraftKV]
-) -> list[tuple[Tensor, Tensor]]:
-    """Selections for rounds that start at committed lengths start..stop-1, and the cache moved on to `stop`.
-
-    Returns per arm indices [L, N, Hk, C] and counts [N], N = stop - start.
-    """
-    chosen: list[list[tuple[Tensor, Tensor]]] = [[] for _ in arms]
-    block = torch.tensor([tokens[start - 1 : stop - 1]], device=s.decoder.device)  # rows at start-1 .. stop-2
-    result = s.forward_block(block, padded=True, mass=True)
-    one = np.ones(1, dtype=np.int64)
+def _advance(s: Sequences, tokens: list[int], start: int, stop: int, arms: list[DraftKV]) -> list[Selection]:
+    """Selections of rounds that start at committed lengths start..stop-1, one per arm; moves the cache on to `stop`."""
+    chosen: list[list[Selection]] = [[] for _ in arms]
+    device = s.decoder.device
+    block = torch.tensor([tokens[start - 1 : stop - 1]], device=device)  # rows at start-1 .. stop-2
+    result = s.forward_block(block, padded=True, rows=True)
+    history, rows, lengths = _history(s), result.rows, s.cache.lengths.clone()
+    if rows is None:
+        raise ValueError("dense recording needs history")
     for row in range(stop - start):
         for arm, draft_kv in enumerate(arms):
-            chosen[arm].append(choose_keys(_ring(s), s.cache.lengths, draft_kv, backend=s.backend))
-        s.push_history([mass[:, :, row : row + 1] for mass in result.masses or []], one)
-        s.cache.commit(one)
-    return [(torch.cat([i for i, _ in c], dim=1), torch.cat([n for _, n in c])) for c in chosen]
+            chosen[arm].append(choose_keys(history, s.cache.lengths, draft_kv))
+        # Pushing the first row + 1 rows again leaves the same ring: each row has its slot.
+        history.push(rows, lengths, torch.tensor([row + 1], device=device))
+        s.cache.commit(np.ones(1, dtype=np.int64))
+    return [_joined(selections) for selections in chosen]
+
+
+def _joined(selections: list[Selection]) -> Selection:
+    """Selections of single lanes side by side."""
+    return Selection(
+        indices=torch.cat([c.indices for c in selections], dim=1),
+        counts=torch.cat([c.counts for c in selections]),
+        tail_start=torch.cat([c.tail_start for c in selections]),
+        lengths=torch.cat([c.lengths for c in selections]),
+        page=selections[0].page,
+    )
 
 
 def _draft_chunk(
-    s: Sequences, tokens: list[int], start: int, arm: int, selection: tuple[Tensor, Tensor], k_max: int
+    s: Sequences, tokens: list[int], start: int, arm: int, selection: Selection, k_max: int
 ) -> dict[str, np.ndarray]:
     """Greedy chains of k_max drafts from each position of a chunk, as columns."""
-    indices, counts = selection
-    lanes = counts.shape[0]
-    positions = torch.arange(start - 1, start - 1 + lanes, device=s.decoder.device)  # where the first input stands
-    drafter = CompactDraft(s, indices, counts, positions, steps=k_max)
+    lanes = selection.counts.shape[0]
+    drafter = CompactDraft(s, selection, steps=k_max)
     token = torch.tensor(tokens[start - 1 : start - 1 + lanes], device=s.decoder.device)
     alive = np.ones(lanes, dtype=np.bool_)  # every earlier draft of the chain matched
     rows: list[dict[str, np.ndarray]] = []
@@ -101,7 +109,7 @@ def dense_table(doc: int, columns: dict[str, np.ndarray]) -> dict[str, Any]:
     return {**columns, "doc": np.full(n, doc), "round": np.full(n, -1), "accept_prob": [None] * n}
 
 
-def _ring(s: Sequences) -> Tensor:
-    if s.ring is None:
+def _history(s: Sequences) -> History:
+    if s.history is None:
         raise ValueError("dense recording needs history")
-    return s.ring
+    return s.history

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import torch
 
+from specdial.engine.history import HistorySpec
 from specdial.engine.sampling import Sampling
 from specdial.engine.sequences import Sequences
 from specdial.engine.weights import LoadedModel, load_model
@@ -52,14 +53,18 @@ class Job:
         """Which implementation of every kernel this job runs."""
         return backend_for(self.model.decoder.device)
 
-    def sequences(self, documents: list[Document], policies: list[Policy], window: int | None = None) -> Sequences:
+    def sequences(self, documents: list[Document], policies: list[Policy]) -> Sequences:
         """Prefilled sequences with room for every policy's drafts. Raises UserError past the model's context."""
         k_max = max(p.k_max for p in policies)
         longest = max(len(d.prompt_ids) + d.new_tokens for d in documents)
         check_context(longest, self.model)
-        if window is None:
-            window = history_window(policies)
-        s = Sequences(self.model.decoder, longest + k_max + 1, len(documents), window=window, backend=self.backend)
+        s = Sequences(
+            self.model.decoder,
+            longest + k_max + 1,
+            len(documents),
+            history=history_spec(policies),
+            backend=self.backend,
+        )
         s.prefill([d.prompt_ids for d in documents], [d.new_tokens for d in documents], self.stop_ids)
         return s
 
@@ -87,12 +92,14 @@ def check_context(tokens: int, model: LoadedModel) -> None:
     model.config.check_context(tokens)
 
 
-def history_window(policies: list[Policy]) -> int:
-    """Attention rows that the drafting variants of these policies score by; 0 when none drafts."""
-    windows = {v.draft_kv.window for p in policies if p.k_max > 0 for v in p.variants()}
-    if len(windows) > 1:
-        raise UserError(f"policies with different draft_kv.window {sorted(windows)}", "run them separately")
-    return windows.pop() if windows else 0
+def history_spec(policies: list[Policy]) -> HistorySpec | None:
+    """The history that the drafting variants of these policies score by; None when none drafts."""
+    kvs = [v.draft_kv for p in policies if p.k_max > 0 for v in p.variants()]
+    for name in ("window", "page"):
+        values = {getattr(kv, name) for kv in kvs}
+        if len(values) > 1:
+            raise UserError(f"policies with different draft_kv.{name} {sorted(values)}", "run them separately")
+    return HistorySpec(kvs[0].window, kvs[0].page) if kvs else None
 
 
 def describe(job: Job, sampling: Sampling) -> dict[str, Any]:

@@ -86,13 +86,12 @@ class Decoding:
         draft, select_us, draft_us = self._draft(variant, controller, limit)
         block = torch.cat([s.pending()[:, None], draft.tokens], dim=1)  # [B, K+1]
         host_us += self.clock.lap_us()
-        result = s.forward_block(block, padded=self.drafts_at_all, mass=self.drafts_at_all)
+        result = s.forward_block(block, padded=self.drafts_at_all, rows=self.drafts_at_all)
         verify_us = self.clock.lap_us()
 
         verdict = self._judge(draft, result.logits)
         accepted, emitted = self._settle(draft, verdict, active, room)
-        if result.masses is not None:
-            s.push_history(result.masses, np.array([len(e) for e in emitted], dtype=np.int64))
+        s.push_history(result, np.array([len(e) for e in emitted], dtype=np.int64))
         s.commit(emitted)
         controller.observe(draft.k, accepted, draft.signals, active)
         host_us += self.clock.lap_us()

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from specdial.engine.cache import KVCache, round_up
 from specdial.engine.graphs import Graphs
+from specdial.engine.history import History, HistorySpec, Rows
 from specdial.engine.models.decoder import Attend, Decoder
 from specdial.kernels import Backend
 from specdial.kernels.full_attention import full_attention
-from specdial.kernels.history import push_rows
 from specdial.policies.errors import UserError
 
 PREFILL_TOKENS = 512
@@ -28,35 +28,34 @@ ROW_MULTIPLE = 4
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Result of one pass over new tokens. logits: [B, T, V]; masses: per layer [B, Hk, T, S] or None."""
+    """Result of one pass over new tokens. logits: [B, T, V]; rows: its attention rows, or None."""
 
     logits: Tensor
-    masses: list[Tensor] | None
+    rows: Rows | None
 
 
 class Sequences:
     """B sequences of one model. Build it, then `prefill`, then let the loop decode."""
 
-    def __init__(self, decoder: Decoder, capacity_tokens: int, batch: int, *, window: int, backend: Backend) -> None:
-        """capacity_tokens: the longest sequence, drafts included. window: attention rows to keep, 0 for none."""
+    def __init__(
+        self, decoder: Decoder, capacity_tokens: int, batch: int, *, history: HistorySpec | None, backend: Backend
+    ) -> None:
+        """capacity_tokens: the longest sequence, drafts included. history: what to keep of attention rows."""
         self.decoder = decoder
         self.backend: Backend = backend
-        self.window = window
         self.cache = KVCache(
             decoder.config, batch, capacity_tokens + ROW_MULTIPLE, device=decoder.device, dtype=decoder.dtype
         )
-        c = decoder.config
-        self.ring: Tensor | None = None
-        if window:
-            shape = (c.layers, batch, c.kv_heads, window, self.cache.capacity_tokens)
-            self.ring = torch.zeros(shape, device=decoder.device)  # [L, B, Hk, W, S]
+        self.history: History | None = None
+        if history is not None:
+            keys = self.cache.capacity_tokens
+            self.history = History(decoder.config, batch, keys, history, device=decoder.device, backend=backend)
         self.graphs = Graphs(decoder.device)
         self.tokens: list[list[int]] = [[] for _ in range(batch)]
         self.prompt_tokens = np.zeros(batch, dtype=np.int64)
         self.limits = np.zeros(batch, dtype=np.int64)  # new tokens allowed
         self.done = np.ones(batch, dtype=np.bool_)
         self.stop_ids: frozenset[int] = frozenset()
-        self._prompt_ring: Tensor | None = None
 
     @property
     def batch(self) -> int:
@@ -86,12 +85,13 @@ class Sequences:
         self.limits = np.array(limits, dtype=np.int64)
         self.stop_ids = stop_ids
         self.done = self.limits <= 0
-        if self.ring is not None:
-            self.ring.zero_()
+        if self.history is not None:
+            self.history.clear()
         for b, prompt in enumerate(prompts):
             self._prefill_one(b, prompt[:-1])
         self.cache.set_lengths(self.prompt_tokens - 1)
-        self._prompt_ring = None if self.ring is None else self.ring.clone()
+        if self.history is not None:
+            self.history.save()
 
     def rewind(self, limits: list[int] | None = None) -> None:
         """Back to the state right after `prefill`, so that another policy decodes the same prompts."""
@@ -100,8 +100,8 @@ class Sequences:
             self.limits = np.array(limits, dtype=np.int64)
         self.done = self.limits <= 0
         self.cache.set_lengths(self.prompt_tokens - 1)
-        if self.ring is not None and self._prompt_ring is not None:
-            self.ring.copy_(self._prompt_ring)
+        if self.history is not None:
+            self.history.restore()
 
     def repeated(self, batch: int) -> "Sequences":
         """`batch` copies of a batch of one, each with keys of its own in memory: for measuring cost."""
@@ -109,14 +109,14 @@ class Sequences:
             self.decoder,
             self.cache.capacity_tokens - ROW_MULTIPLE,
             batch,
-            window=self.window,
+            history=None if self.history is None else self.history.spec,
             backend=self.backend,
         )
         copy.tokens = [list(self.tokens[0]) for _ in range(batch)]
         copy.prompt_tokens = np.repeat(self.prompt_tokens, batch)
         copy.cache.copy_from(self.cache)
-        if self.ring is not None and copy.ring is not None:
-            copy.ring.copy_(self.ring)
+        if self.history is not None and copy.history is not None:
+            copy.history.copy_from(self.history)
         return copy
 
     def hold(self, tokens: list[int], *, limit: int) -> None:
@@ -127,10 +127,10 @@ class Sequences:
         self.done = np.zeros(self.batch, dtype=np.bool_)
         self.cache.set_lengths(self.prompt_tokens - 1)
 
-    def forward_block(self, tokens: Tensor, *, padded: bool, mass: bool) -> Block:
+    def forward_block(self, tokens: Tensor, *, padded: bool, rows: bool) -> Block:
         """Full attention over everything cached for a block of tokens [B, T], written behind the committed keys.
 
-        padded: on a CPU, round T up to ROW_MULTIPLE inside. mass: also return the attention rows. Commits nothing.
+        padded: on a CPU, round T up to ROW_MULTIPLE inside. rows: also collect the attention rows. Commits nothing.
         On a GPU the result lives in a graph's buffers, until the next block of this length.
         """
         T = tokens.shape[1]
@@ -138,33 +138,34 @@ class Sequences:
             tokens = F.pad(tokens, (0, round_up(T, ROW_MULTIPLE) - T))
         width = self.cache.width(tokens.shape[1])
         block: Block = self.graphs.run(
-            ("block", tokens.shape[1], mass), lambda static: self._block(static, width, mass), tokens
+            ("block", tokens.shape[1], rows), lambda static: self._block(static, width, rows), tokens
         )
-        return Block(block.logits[:, :T], block.masses)
+        return Block(block.logits[:, :T], block.rows)
 
-    def _block(self, tokens: Tensor, width: int, mass: bool) -> Block:
+    def _block(self, tokens: Tensor, width: int, rows: bool) -> Block:
         lengths = self.cache.lengths
         positions = lengths[:, None] + torch.arange(tokens.shape[1], device=tokens.device)  # [B, T]
-        masses: list[Tensor] | None = [] if mass else None
+        collected = self.history.rows(tokens.shape[1], self.batch) if rows and self.history is not None else None
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             self.cache.write(layer, k, v)
-            keys, values = self.cache.view(layer, width)
-            out, rows = full_attention(q, keys, values, lengths, backend=self.backend, mass=mass)
-            if masses is not None and rows is not None:
-                masses.append(rows)
-            return out
+            kv = self.cache.view(layer, width)
+            if collected is not None and self.history is not None:
+                return self.history.attend(collected, layer, q, kv, lengths)
+            return full_attention(q, *kv, lengths, backend=self.backend)[0]
 
         hidden = self.decoder.forward(tokens, positions, attend)
-        return Block(self.decoder.logits(hidden), masses)
+        return Block(self.decoder.logits(hidden), collected)
 
-    def push_history(self, masses: list[Tensor], rows: np.ndarray) -> None:
-        """Add the first rows[b] attention rows of a block, written at the cache's present lengths, to the ring."""
-        if self.ring is None:
+    def push_history(self, block: Block, committed: np.ndarray) -> None:
+        """Take the first committed[b] attention rows of the block behind the present lengths into history."""
+        if self.history is None or block.rows is None:
             return
-        counts = torch.from_numpy(rows).to(self.cache.lengths.device)
-        for layer, mass in enumerate(masses):
-            push_rows(self.ring[layer], mass, self.cache.lengths, counts, backend=self.backend)
+        history, rows = self.history, block.rows
+        counts = torch.from_numpy(committed).to(self.cache.lengths.device)
+        self.graphs.run(
+            ("push", block.logits.shape[1]), lambda static: history.push(rows, self.cache.lengths, static), counts
+        )
 
     def commit(self, emitted: list[list[int]]) -> None:
         """Append emitted tokens to each sequence and count the keys that belong to them. Sets `done`."""
@@ -176,12 +177,12 @@ class Sequences:
         self.cache.commit(rows)
 
     def _prefill_one(self, b: int, tokens: list[int]) -> None:
-        """Chunked prefill of one sequence; its last `window` rows go through the verification path for their rows."""
-        tail = min(self.window, len(tokens))
+        """Chunked prefill of one sequence; its last rows go through the verification path for their rows."""
+        tail = min(self.history.spec.window, len(tokens)) if self.history is not None else 0
         for start in range(0, len(tokens) - tail, PREFILL_TOKENS):
             self._prefill_chunk(b, tokens[start : min(start + PREFILL_TOKENS, len(tokens) - tail)], start)
-        if tail:
-            self._prefill_tail(b, tokens[-tail:], len(tokens) - tail)
+        if tail and self.history is not None:
+            self._prefill_tail(self.history, b, tokens[-tail:], len(tokens) - tail)
 
     def _prefill_chunk(self, b: int, tokens: list[int], start: int) -> None:
         width = start + len(tokens)
@@ -195,21 +196,18 @@ class Sequences:
 
         self._forward_one(tokens, start, attend)
 
-    def _prefill_tail(self, b: int, tokens: list[int], start: int) -> None:
+    def _prefill_tail(self, history: History, b: int, tokens: list[int], start: int) -> None:
         padded = tokens + [0] * (round_up(len(tokens), ROW_MULTIPLE) - len(tokens))
-        width = self.cache.rounded(start + len(padded))
+        width = self.cache.capacity_tokens if self.cache.on_gpu else self.cache.rounded(start + len(padded))
         lengths = torch.tensor([start], device=self.decoder.device)
-        rows = torch.tensor([len(tokens)], device=self.decoder.device)
+        rows = history.rows(len(padded), 1)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             self.cache.write_one(layer, b, start, k, v)
-            keys, values = self.cache.view_one(layer, b, width)
-            out, mass = full_attention(q, keys, values, lengths, backend=self.backend, mass=True)
-            if self.ring is not None and mass is not None:
-                push_rows(self.ring[layer, b : b + 1], mass, lengths, rows, backend=self.backend)
-            return out
+            return history.attend(rows, layer, q, self.cache.view_one(layer, b, width), lengths)
 
         self._forward_one(padded, start, attend)
+        history.push(rows, lengths, torch.tensor([len(tokens)], device=self.decoder.device), only=b)
 
     def _forward_one(self, tokens: list[int], start: int, attend: Attend) -> None:
         block = torch.tensor([tokens], device=self.decoder.device)

@@ -22,19 +22,33 @@ class DraftKV:
     """The selection a draft reads, per layer: sink ∪ top by score ∪ recent.
 
     budget: keys per kv head, sink and recent included. window: committed query rows summed into a key's score.
-    scope: kv_head gives every kv head its own selection; layer shares one within a layer.
+    scope: kv_head gives every kv head its own selection; layer shares one within a layer; model shares one in all.
+    page: keys scored and chosen together, 1 for single keys; sink and recent are rounded up to whole pages.
     """
 
     budget: int = setting(512, low=1)
     sink: int = setting(4, low=0)
     recent: int = setting(64, low=0)
     window: int = setting(16, low=1, high=256)
-    scope: Literal["kv_head", "layer"] = "kv_head"
+    scope: Literal["kv_head", "layer", "model"] = "kv_head"
+    page: Literal[1, 16, 32, 64] = 1
+
+    @property
+    def sink_pages(self) -> int:
+        return -(-self.sink // self.page)
+
+    @property
+    def recent_pages(self) -> int:
+        return -(-self.recent // self.page)
 
     def check(self, where: str = "draft_kv") -> None:
-        if self.sink + self.recent > self.budget:
+        if self.budget % self.page:
+            cause = f"{where}.budget is {self.budget}, not whole pages of {self.page}"
+            raise UserError(cause, f"use a multiple of {self.page}", field=f"{where}.budget")
+        protected = (self.sink_pages + self.recent_pages) * self.page
+        if protected > self.budget:
             raise UserError(
-                f"{where}.budget is {self.budget}, smaller than sink + recent = {self.sink + self.recent}",
+                f"{where}.budget is {self.budget}, smaller than sink + recent = {protected}",
                 "raise the budget or lower sink or recent",
                 field=f"{where}.budget",
             )

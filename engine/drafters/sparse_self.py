@@ -6,14 +6,15 @@ sequence are drafted side by side, they are first copied into a small dense cach
 the copy pays back only after 26 to 140 steps; on a CPU dense rows are what the matrix product wants.
 """
 
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from specdial.engine.cache import WIDTH_MULTIPLE, round_up
+from specdial.engine.history import History
 from specdial.engine.sequences import Sequences
-from specdial.kernels import Backend
 from specdial.kernels.full_attention import full_attention
 from specdial.kernels.selection import select
 from specdial.kernels.sparse_attention import SparseWorkspace, sparse_attention, workspace_for
@@ -28,17 +29,60 @@ class SparseDraft(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """The cached keys a round's drafts read, apart from the tail that is always visible.
+
+    indices: [L, N, Hk, C] int32, keys (page 1) or page numbers, ascending, of which counts [N] are used.
+    tail_start: [N], first key of the tail, past every selected one. lengths: [N], keys cached when the round starts.
+    """
+
+    indices: Tensor
+    counts: Tensor
+    tail_start: Tensor
+    lengths: Tensor
+    page: int
+
+    def as_tokens(self) -> tuple[Tensor, Tensor]:
+        """Keys one by one, the tail included: indices [L, N, Hk, C * page + page - 1] and counts [N]."""
+        if self.page == 1:
+            return self.indices, self.counts.to(torch.int64)
+        L, N, Hk, C = self.indices.shape
+        page, device = self.page, self.indices.device
+        chosen = (self.indices[..., None].long() * page + torch.arange(page, device=device)).flatten(-2)
+        selected = self.counts.to(torch.int64) * page  # [N]
+        slot = torch.arange(C * page + page - 1, device=device)
+        tail = self.tail_start[:, None] + slot - selected[:, None]  # [N, C * page + page - 1]
+        tail = tail.clamp(min=0).minimum((self.lengths - 1).clamp(min=0)[:, None])
+        padded = torch.cat([chosen, chosen[..., -1:].expand(L, N, Hk, page - 1)], dim=-1)
+        indices = torch.where((slot < selected[:, None])[None, :, None], padded, tail[None, :, None])
+        return indices, selected + self.lengths - self.tail_start
+
+
+def choose_keys(history: History, lengths: Tensor, draft_kv: DraftKV) -> Selection:
+    """Selection of every layer for sequences with `lengths` [B] cached keys."""
+    page = draft_kv.page
+    whole = lengths // page  # only whole pages are chosen; the rest of the last one is tail
+    indices, counts = select(
+        history.scores(),
+        whole,
+        budget=draft_kv.budget // page,
+        sink=draft_kv.sink_pages,
+        recent=draft_kv.recent_pages,
+        backend=history.backend,
+        scope=draft_kv.scope,
+    )
+    return Selection(indices, counts, whole * page, lengths.clone(), page)
+
+
 class CompactDraft:
     """Lanes are the sequences of a batch, or positions of one sequence; their keys are copied once a round."""
 
-    def __init__(self, sequences: Sequences, indices: Tensor, counts: Tensor, positions: Tensor, *, steps: int) -> None:
-        """indices: [L, N, Hk, C] keys to read, of which counts [N] count; positions: [N] of the first input token.
-
-        steps: drafts to make room for. N is the batch, or any number of positions of a batch of one.
-        """
+    def __init__(self, sequences: Sequences, selection: Selection, *, steps: int) -> None:
+        """steps: drafts to make room for. Lanes N are the batch, or any number of positions of a batch of one."""
         self.decoder, self.backend, cache = sequences.decoder, sequences.backend, sequences.cache
-        self.positions = positions  # [N]
-        self.counts = counts.to(torch.int64)  # [N]
+        indices, self.counts = selection.as_tokens()
+        self.positions = selection.lengths  # [N] of the first input token
         L, N, Hk, C = indices.shape
         shape = (L, N, Hk, round_up(C + steps, WIDTH_MULTIPLE), cache.k.shape[-1])
         self.k = torch.empty(shape, device=cache.k.device, dtype=cache.k.dtype)  # [L, N, Hk, >= C + steps, D]
@@ -68,23 +112,24 @@ class CompactDraft:
 class GatherDraft:
     """Lanes are the sequences of a batch; keys are read in place through their indices, one graph replay a step."""
 
-    def __init__(self, sequences: Sequences, indices: Tensor, counts: Tensor, *, steps: int) -> None:
-        """indices: [L, B, Hk, C], counts: [B], in buffers that stay; the cache must have room for `steps` keys."""
+    def __init__(self, sequences: Sequences, selection: Selection, *, steps: int) -> None:
+        """The selection must lie in buffers that stay; the cache must have room for `steps` keys."""
         sequences.cache.width(steps)
         self.s = sequences
-        self.indices, self.counts = indices, counts
+        self.selection = selection
         self.depth = 0
 
     def step(self, tokens: Tensor) -> Tensor:
         """See SparseDraft."""
         depth = torch.full((1,), self.depth, dtype=torch.int64, device=tokens.device)
         self.depth += 1
-        logits: Tensor = self.s.graphs.run(("draft", self.indices.shape[-1]), self._pass, tokens, depth)
+        key = ("draft", self.selection.page, self.selection.indices.shape[-1])
+        logits: Tensor = self.s.graphs.run(key, self._pass, tokens, depth)
         return logits
 
     def _pass(self, tokens: Tensor, depth: Tensor) -> Tensor:
-        cache, start = self.s.cache, self.s.cache.lengths
-        lengths = start + depth  # [B]
+        cache, chosen = self.s.cache, self.selection
+        lengths = cache.lengths + depth  # [B]
         workspace: SparseWorkspace | None = None
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -92,16 +137,17 @@ class GatherDraft:
             cache.write_at(layer, k, v, lengths[:, None])
             keys, values = cache.view(layer, cache.capacity_tokens)
             if workspace is None and self.s.backend == "triton":
-                workspace = workspace_for(q, keys, self.indices[layer])
+                workspace = workspace_for(q, keys, chosen.indices[layer], page=chosen.page)
             return sparse_attention(
                 q,
                 keys,
                 values,
-                self.indices[layer],
-                self.counts,
-                tail_start=start,
+                chosen.indices[layer],
+                chosen.counts,
+                tail_start=chosen.tail_start,
                 lengths=lengths,
                 backend=self.s.backend,
+                page=chosen.page,
                 workspace=workspace,
             )
 
@@ -110,29 +156,9 @@ class GatherDraft:
 
 
 def begin_draft(sequences: Sequences, draft_kv: DraftKV, *, steps: int) -> SparseDraft:
-    """Select keys from the sequences' attention rows and get ready to draft up to `steps` tokens for each."""
-    s = sequences
-    if s.ring is None:
+    """Select keys from the sequences' history and get ready to draft up to `steps` tokens for each."""
+    s, history = sequences, sequences.history
+    if history is None:
         raise ValueError("self-drafting needs sequences with history")
-    ring = s.ring
-    indices, counts = s.graphs.run(
-        ("select", draft_kv), lambda: choose_keys(ring, s.cache.lengths, draft_kv, backend=s.backend)
-    )
-    if s.backend == "triton":
-        return GatherDraft(s, indices, counts, steps=steps)
-    return CompactDraft(s, indices, counts, s.cache.lengths, steps=steps)
-
-
-def choose_keys(ring: Tensor, lengths: Tensor, draft_kv: DraftKV, *, backend: Backend) -> tuple[Tensor, Tensor]:
-    """Selections of every layer from the ring of attention rows [L, B, Hk, W, S]; lengths [B] keys cached.
-
-    Returns indices [L, B, Hk, C] and counts [B]. Scores are summed over the ring in slot order, a function of the
-    committed sequence alone.
-    """
-    scores = ring.sum(dim=3)  # [L, B, Hk, S]
-    if draft_kv.scope == "layer":
-        scores = scores.sum(dim=2, keepdim=True)
-    indices, counts = select(
-        scores, lengths, budget=draft_kv.budget, sink=draft_kv.sink, recent=draft_kv.recent, backend=backend
-    )
-    return indices.expand(-1, -1, ring.shape[2], -1), counts
+    selection: Selection = s.graphs.run(("select", draft_kv), lambda: choose_keys(history, s.cache.lengths, draft_kv))
+    return GatherDraft(s, selection, steps=steps) if s.backend == "triton" else CompactDraft(s, selection, steps=steps)

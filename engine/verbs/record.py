@@ -11,7 +11,7 @@ from typing import Any
 from rich.table import Table
 
 from specdial.engine.dense import dense_table, record_dense
-from specdial.engine.job import Job, ModelSettings, describe, hardware, history_window, load_job
+from specdial.engine.job import Job, ModelSettings, describe, hardware, load_job
 from specdial.engine.loop import Decoding
 from specdial.engine.progress import progress
 from specdial.engine.recorder import Recorder
@@ -48,7 +48,7 @@ def run(settings: Mapping[str, Any]) -> dict[str, Any]:
     arms = _arms(s, policy)
     widest = policy_from_mapping({"controller": {"kind": "fixed", "k": s.k_max}, "draft_kv": to_plain(arms[0])})
     decoded = [policy, widest] if s.dense else [policy]
-    history_window(decoded)
+    history_spec(decoded)
     job = load_job(s.model, s.workload, s.split)
     out = Path(s.out)
     claim_directory(out, "record", to_plain(s))

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from specdial.engine.job import ModelSettings, backend_for, check_context, history_window
+from specdial.engine.job import ModelSettings, backend_for, check_context
 from specdial.engine.loop import Decoding, Round
 from specdial.engine.sampling import Sampling
 from specdial.engine.sequences import Sequences
@@ -52,7 +52,7 @@ def run(settings: Mapping[str, Any]) -> dict[str, Any]:
         model.decoder,
         len(ids) + s.new_tokens + policy.k_max + 1,
         1,
-        window=history_window([policy]),
+        history=history_spec([policy]),
         backend=backend_for(model.decoder.device),
     )
     started_s = time.perf_counter()

@@ -15,7 +15,7 @@ import numpy as np
 from rich.table import Table
 from scipy.stats import spearmanr
 
-from specdial.engine.job import Job, ModelSettings, describe, hardware, history_window, load_job
+from specdial.engine.job import Job, ModelSettings, describe, hardware, load_job
 from specdial.engine.loop import Decoding, Round
 from specdial.engine.progress import progress
 from specdial.engine.sampling import Sampling
@@ -71,7 +71,7 @@ def run(settings: Mapping[str, Any]) -> dict[str, Any]:
         raise UserError("no policy to validate", "give policy=FILE or a directory of policy files")
     for policy in policies:
         _check_prediction(policy)
-    history_window(policies)
+    history_spec(policies)
     job = load_job(s.model, s.workload, s.split)
     for policy in policies:
         _check_model(policy, job)

@@ -88,6 +88,15 @@ def test_replay_of_one_trace_equals_the_engine_under_twenty_policies(tiny, tmp_p
     assert rounds > 20 * 3 * 5
 
 
+def test_replay_equals_the_engine_on_pages(tiny, tmp_path):
+    kv = {"sink": 1, "recent": 8, "window": 8, "page": 16}
+    arms = {"dense": True, "budgets": [32, 64], "k_max": 8, "policy": {**PLAIN, "draft_kv": {**kv, "budget": 32}}}
+    record.run({**tiny, **arms, "out": str(tmp_path / "trace")})
+    mismatches, rounds = compare(tiny, read_trace(tmp_path / "trace"), policies([32, 64], CONTROLLERS[2:8], kv))
+    assert mismatches == []
+    assert rounds > 12 * 3 * 5
+
+
 def test_replaying_the_recorded_policy_gives_its_rounds_and_its_time(tiny, tmp_path):
     mapping = {"name": "own", "controller": {"kind": "entropy"}, "draft_kv": {**KV, "budget": 24}}
     record.run({**tiny, "policy": mapping, "dense": True, "out": str(tmp_path / "trace")})

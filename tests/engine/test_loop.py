@@ -7,10 +7,11 @@ from scipy.stats import chi2_contingency
 
 from specdial.engine import loop
 from specdial.engine.drafters.sparse_self import CompactDraft, GatherDraft, choose_keys
+from specdial.engine.history import HistorySpec
 from specdial.engine.loop import Decoding
 from specdial.engine.sampling import Sampling, Verdict, draw
 from specdial.engine.sequences import Sequences
-from specdial.policies.schema import policy_from_mapping
+from specdial.policies.schema import DraftKV, policy_from_mapping
 
 PLAIN = policy_from_mapping({"name": "plain", "drafter": {"kind": "none"}, "controller": {"kind": "none"}})
 KV = {"budget": 40, "sink": 2, "recent": 8, "window": 8}
@@ -23,6 +24,7 @@ LOSSLESS = {
     "rate": {"controller": {"kind": "rate", "gamma": 0.1}},
     "rate-paper": {"controller": {"kind": "rate", "form": "paper", "k_set": [1, 3, 6], "gamma": 0.1}},
     "layer-scope": {"controller": {"kind": "fixed", "k": 3}, "draft_kv": {**KV, "scope": "layer"}},
+    "model-scope": {"controller": {"kind": "fixed", "k": 3}, "draft_kv": {**KV, "scope": "model"}},
     "cells": {
         "controller": {"kind": "fixed", "k": 2},
         "cells": [{"from_context_tokens": 140, "overrides": {"controller": {"kind": "none"}}}],
@@ -38,9 +40,9 @@ def prompt(tokens, seed=0, vocab=256):
     return np.random.default_rng(seed).integers(0, vocab, tokens).tolist()
 
 
-def sequences(model, prompts, limits, *, window=8, stop=frozenset()):
+def sequences(model, prompts, limits, *, window=8, page=1, stop=frozenset()):
     longest = max(len(p) for p in prompts) + max(limits)
-    s = Sequences(model.decoder, longest + 20, len(prompts), window=window, backend="reference")
+    s = Sequences(model.decoder, longest + 20, len(prompts), history=HistorySpec(window, page), backend="reference")
     s.prefill(prompts, limits, stop)
     return s
 
@@ -64,6 +66,20 @@ def test_lossless_policies_give_the_plain_greedy_tokens(tiny_model, architecture
         drafted += sum(int(r.k[0]) for r in rounds)
         accepted += sum(int(r.accepted[0]) for r in rounds)
     assert 0 < accepted < drafted, "drafts must be both accepted and rejected, or nothing was tested"
+
+
+@pytest.mark.parametrize("page", [16, 64])
+def test_pages_are_lossless_and_read_whole_pages(tiny_model, page):
+    s = sequences(tiny_model("llama"), [prompt(230)], [40], page=page)
+    plain, _ = decode(s, PLAIN)
+    kv = {"budget": 2 * page, "sink": 1, "recent": 1, "window": 8, "page": page}
+    tokens, rounds = decode(s, policy_from_mapping({"controller": {"kind": "fixed", "k": 4}, "draft_kv": kv}))
+    assert tokens == plain
+    assert sum(int(r.accepted[0]) for r in rounds) > 0
+    selection = choose_keys(s.history, s.cache.lengths, DraftKV(**kv))
+    whole = int(s.cache.host_lengths[0]) // page
+    assert selection.tail_start.tolist() == [whole * page]
+    assert set(selection.indices[0, 0, 0].tolist()) == {0, whole - 1}
 
 
 def test_ragged_batch_equals_each_sequence_alone(tiny_model):
@@ -98,7 +114,7 @@ def test_scores_and_keys_are_functions_of_the_committed_tokens_alone(tiny_model)
     for name in ("fixed-1", "fixed-4", "fixed-9"):
         decode(s, lossless(name))
         length = int(s.cache.host_lengths[0])
-        states.append((s.tokens[0], s.ring.clone(), s.cache.k[:, :, :, :length].clone()))
+        states.append((s.tokens[0], s.history.ring.clone(), s.cache.k[:, :, :, :length].clone()))
     for tokens, ring, keys in states[1:]:
         assert tokens == states[0][0]
         assert torch.equal(keys, states[0][2])
@@ -113,11 +129,13 @@ def test_drafting_writes_nothing_into_the_cache(tiny_model):
     assert torch.equal(s.cache.k, before)
 
 
-def test_gathered_and_copied_keys_give_the_same_drafts(tiny_model):
-    s = sequences(tiny_model("llama", head_dim=64), [prompt(60, 1), prompt(131, 2)], [8, 8])
-    indices, counts = choose_keys(s.ring, s.cache.lengths, lossless("fixed-4").draft_kv, backend="reference")
-    copied = CompactDraft(s, indices, counts, s.cache.lengths, steps=4)
-    gathered = GatherDraft(s, indices, counts, steps=4)
+@pytest.mark.parametrize("page", [1, 16])
+def test_gathered_and_copied_keys_give_the_same_drafts(tiny_model, page):
+    prompts = [prompt(11, 0), prompt(60, 1), prompt(131, 2)]
+    s = sequences(tiny_model("llama", head_dim=64), prompts, [8, 8, 8], page=page)
+    draft_kv = DraftKV(budget=48, sink=2, recent=8, window=8, page=page)
+    selection = choose_keys(s.history, s.cache.lengths, draft_kv)
+    copied, gathered = CompactDraft(s, selection, steps=4), GatherDraft(s, selection, steps=4)
     token = s.pending()
     for _ in range(4):
         a, b = copied.step(token), gathered.step(token)

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from specdial.engine.history import HistorySpec
 from specdial.engine.job import backend_for
 from specdial.engine.loop import Decoding
 from specdial.engine.sampling import Sampling
@@ -13,17 +14,17 @@ from specdial.policies.schema import policy_from_mapping
 
 pytestmark = pytest.mark.gpu
 PLAIN = policy_from_mapping({"name": "plain", "drafter": {"kind": "none"}, "controller": {"kind": "none"}})
-KV = {"budget": 40, "sink": 2, "recent": 8, "window": 8}
 
 
-@pytest.fixture(scope="module")
-def sequences(tiny_checkpoint):
+@pytest.fixture(scope="module", params=[1, 16, 64])
+def sequences(tiny_checkpoint, request):
+    page = request.param
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
     model = load_model(str(tiny_checkpoint("llama", head_dim=64)), device="cuda", dtype="float32")
     assert backend_for(model.decoder.device) == "triton"
     prompts = [np.random.default_rng(seed).integers(0, 256, n).tolist() for seed, n in ((1, 60), (2, 131), (3, 17))]
-    s = Sequences(model.decoder, 260, 3, window=8, backend="triton")
+    s = Sequences(model.decoder, 260, 3, history=HistorySpec(8, page), backend="triton")
     s.prefill(prompts, [40, 33, 48])
     return s
 
@@ -40,6 +41,7 @@ def decode(s, policy):
 )
 def test_lossless_on_cuda(sequences, controller):
     plain, _ = decode(sequences, PLAIN)
-    tokens, rounds = decode(sequences, policy_from_mapping({"controller": controller, "draft_kv": KV}))
+    kv = {"budget": 128, "sink": 2, "recent": 8, "window": 8, "page": sequences.history.spec.page}
+    tokens, rounds = decode(sequences, policy_from_mapping({"controller": controller, "draft_kv": kv}))
     assert tokens == plain
     assert sum(int(r.accepted.sum()) for r in rounds) > 0
