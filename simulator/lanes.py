@@ -12,6 +12,9 @@ import pyarrow as pa
 
 from specdial.engine.trace.reader import Trace
 from specdial.policies.errors import UserError
+from specdial.policies.fields import parse, to_plain
+from specdial.policies.file import policy_digest
+from specdial.policies.schema import DraftKV, policy_from_mapping
 
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
@@ -46,7 +49,7 @@ class Record:
 
     signals: name -> [K, cells] float32. run: [cells] leading drafts that matched. depths: [cells] drafts recorded,
     depth 1 on. complete: [arms] every draft any round could ask for, up to K, is there.
-    accept_prob: [K, cells] when decoding was sampled, else None.
+    accept_prob: [K, cells] when decoding was sampled, else None. policy_digest: of the policy that was recorded.
     """
 
     trace: Trace
@@ -59,6 +62,7 @@ class Record:
     depths: Ints
     complete: Bools
     accept_prob: npt.NDArray[np.float32] | None
+    policy_digest: str
 
     @property
     def sampled(self) -> bool:
@@ -98,7 +102,7 @@ def read_documents(trace: Trace) -> Documents:
 def read_record(trace: Trace) -> Record:
     """Arrange a trace's drafts as arrays. Raises UserError naming what is inconsistent."""
     documents = read_documents(trace)
-    arms = tuple(trace.meta["arms"])
+    arms = tuple(_normal_arm(arm, i) for i, arm in enumerate(trace.meta["arms"]))
     k_max = int(trace.meta["k_max"])
     cells = int((documents.end - documents.start).sum()) * max(len(arms), 1)
     signals = {name: np.zeros((k_max, cells), np.float32) for name in SIGNALS}
@@ -117,7 +121,19 @@ def read_record(trace: Trace) -> Record:
     depths = np.cumprod(have, axis=0, dtype=np.int64).sum(axis=0)
     run = np.cumprod(match & have, axis=0, dtype=np.int64).sum(axis=0)
     complete = _complete(documents, depths.reshape(-1, max(len(arms), 1)), k_max)
-    return Record(trace, documents, arms, k_max, signals, match, run, depths, complete, accept_prob)
+    return Record(
+        trace, documents, arms, k_max, signals, match, run, depths, complete, accept_prob, recorded_digest(trace)
+    )
+
+
+def _normal_arm(arm: dict[str, Any], place: int) -> dict[str, Any]:
+    """An arm with every setting of today's schema: an older trace lacks the newest, which then had its default."""
+    return {**arm, "draft_kv": to_plain(parse(DraftKV, arm["draft_kv"], f"arms[{place}].draft_kv"))}
+
+
+def recorded_digest(trace: Trace) -> str:
+    """Digest of the policy whose rounds the trace shows, by today's schema."""
+    return policy_digest(policy_from_mapping(dict(trace.meta["policy"]), "meta.json policy"))
 
 
 def _addresses(trace: Trace, documents: Documents, k_max: int) -> tuple[Ints, Ints, pa.Table]:

@@ -10,6 +10,7 @@ from specdial.engine.trace.reader import Trace
 from specdial.engine.trace.schema import PLAIN
 from specdial.policies.file import policy_digest
 from specdial.policies.schema import Policy
+from specdial.simulator.lanes import Record
 from specdial.simulator.outcome import Rounds
 from specdial.simulator.pricing import TERMS
 
@@ -17,11 +18,11 @@ Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
 
-def was_recorded(trace: Trace, policy: Policy, batch: int) -> bool:
+def was_recorded(record: Record, policy: Policy, batch: int) -> bool:
     """Is this the policy, at this batch, that the trace's rounds show?"""
-    batches = np.unique(trace.rounds["batch"].to_numpy())
+    batches = np.unique(record.trace.rounds["batch"].to_numpy())
     recorded = int(batches.max()) if len(batches) else 0
-    return trace.meta.get("policy_digest") == policy_digest(policy) and recorded == batch
+    return record.policy_digest == policy_digest(policy) and recorded == batch
 
 
 def own_time_us(trace: Trace, log: Rounds, unit_of: dict[int, int], units: int) -> Floats | None:

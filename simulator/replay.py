@@ -184,7 +184,7 @@ class _Job:
 
     def _was_recorded(self, policy: Policy) -> bool:
         whole = len(self.frame.documents) == len(self.record.documents)  # a split regroups batches
-        return was_recorded(self.record.trace, policy, self.batch) and (whole or self.batch == 1)
+        return was_recorded(self.record, policy, self.batch) and (whole or self.batch == 1)
 
     def _own_us(self, log: Rounds) -> Floats | None:
         """[units, terms] recorded time of the very same rounds, None where the record shows others."""

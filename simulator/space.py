@@ -153,7 +153,8 @@ class Space:
         arm = int(point["arm"]) if "arm" in point else self._nearest(int(point["budget"]))
         draft_kv = dict(self.record.arms[arm]["draft_kv"])
         if "budget" in point:
-            draft_kv["budget"] = int(point["budget"])
+            page = int(draft_kv.get("page", 1))
+            draft_kv["budget"] = round(int(point["budget"]) / page) * page
         controller: dict[str, Any] = {"kind": kind, ("k" if kind == "fixed" else "k_max"): k}
         controller |= {
             name.split(".")[1]: value

@@ -37,7 +37,7 @@ def support(record: Record, policy: Policy) -> Support:
     if not policy.lossless:
         return _refused("it is lossy, and replay knows lossless policies only")
     meta = record.trace.meta
-    if not meta["dense"] and meta.get("policy_digest") == policy_digest(policy):
+    if not meta["dense"] and record.policy_digest == policy_digest(policy):
         variants = len(policy.variants())  # a sparse record files all of its own drafts under arm 0
         return Support("exact", None, (0,) * variants, (None,) * variants)
     level: Level = "exact"
