@@ -11,7 +11,7 @@ from typing import Any
 from rich.table import Table
 
 from specdial.engine.dense import dense_table, record_dense
-from specdial.engine.job import Job, ModelSettings, describe, hardware, load_job
+from specdial.engine.job import Job, ModelSettings, describe, hardware, history_spec, load_job
 from specdial.engine.loop import Decoding
 from specdial.engine.progress import progress
 from specdial.engine.recorder import Recorder

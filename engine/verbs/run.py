@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from specdial.engine.job import ModelSettings, backend_for, check_context
+from specdial.engine.job import ModelSettings, backend_for, check_context, history_spec
 from specdial.engine.loop import Decoding, Round
 from specdial.engine.sampling import Sampling
 from specdial.engine.sequences import Sequences

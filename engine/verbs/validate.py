@@ -15,7 +15,7 @@ import numpy as np
 from rich.table import Table
 from scipy.stats import spearmanr
 
-from specdial.engine.job import Job, ModelSettings, describe, hardware, load_job
+from specdial.engine.job import Job, ModelSettings, describe, hardware, history_spec, load_job
 from specdial.engine.loop import Decoding, Round
 from specdial.engine.progress import progress
 from specdial.engine.sampling import Sampling
