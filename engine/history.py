@@ -6,6 +6,7 @@ tokens alone, however rounds fell. On a GPU rows stay unnormalised until then, a
 """
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -73,7 +74,7 @@ class History:
             into = rows.raw.layer(layer, q.shape[0])
             return full_attention_raw(q, *kv, lengths, backend=self.backend, into=into)[0]
         page = self.spec.page
-        mass: bool | str = True if page == 1 else "page"
+        mass: Literal["token", "page"] = "token" if page == 1 else "page"
         out, found = full_attention(q, *kv, lengths, backend=self.backend, mass=mass, page_tokens=max(page, 16))
         if found is not None:
             rows.masses.append(found)
@@ -85,8 +86,8 @@ class History:
         only: the block is of this one sequence.
         """
         if rows.raw is not None and only is None:
-            ring, score = self.ring.flatten(0, 1), self._scores.flatten(0, 1)
-            push_rows(ring, rows.raw, lengths, committed, backend=self.backend, score=score)
+            ring, scores = self.ring.flatten(0, 1), self._scores.flatten(0, 1)
+            push_rows(ring, rows.raw, lengths, committed, backend=self.backend, score=scores)
             return
         part = slice(None) if only is None else slice(only, only + 1)
         for layer in range(self.config.layers):
