@@ -20,8 +20,10 @@ from specdial.kernels.norm.launch import row_block  # noqa: E402
 from specdial.kernels.norm.triton import add_rms_norm_kernel  # noqa: E402
 from specdial.kernels.rope_cache.launch import HEADS, WARPS  # noqa: E402
 from specdial.kernels.rope_cache.triton import rope_and_cache_kernel  # noqa: E402
+from specdial.kernels.swiglu import launch as swiglu  # noqa: E402
+from specdial.kernels.token_statistics import launch as statistics  # noqa: E402
 
-UNALIGNED = {"T", "H", "Hk", "P", "N", "ahead", "eps"}  # numbers that need not be multiples of 16
+UNALIGNED = {"T", "splits", "tiles", "H", "Hk", "P", "N", "ahead", "eps"}  # numbers that need not be multiples of 16
 
 
 def compile_kernel(
@@ -71,3 +73,37 @@ def test_rotation_neither_spills_nor_fuses(head_dim: int, dtype: str, norm: bool
     assert stack == 0
     assert registers <= 128
     assert "fma.rn.f32" not in ptx
+
+
+@pytest.mark.parametrize("dtype", ["*bf16", "*fp32"])
+def test_activation_does_not_spill(dtype: str) -> None:
+    constants = {"BLOCK": swiglu.BLOCK, "PDL": True}
+    ptx, registers, stack = compile_kernel(
+        swiglu.swiglu_kernel, {"gate_up": dtype, "out": dtype}, constants, num_warps=swiglu.WARPS
+    )
+    assert stack == 0
+    assert registers <= 64
+    assert set(re.findall(r"ld\.global[.\w:]*\.v(\d)\.b32", ptx)) == {"4"}
+
+
+@pytest.mark.parametrize("dtype", ["*bf16", "*fp32"])
+def test_logit_statistics_do_not_spill_and_fill_a_multiprocessor(dtype: str) -> None:
+    types = {"logits": dtype, "tokens": "*i32", "token": "*i64"}
+    types |= dict.fromkeys(("parts", "entropy", "top1", "margin"), "*fp32")
+    constants = {"BLOCK": statistics.BLOCK, "PDL": True}
+    _, registers, stack = compile_kernel(statistics.split_logits_kernel, types, constants, num_warps=statistics.WARPS)
+    assert stack == 0
+    assert registers * 32 * statistics.WARPS * statistics.PER_SM <= 65536
+    _, registers, stack = compile_kernel(
+        statistics.merge_logits_kernel, types, {"BLOCK": 256, "PDL": True}, num_warps=1
+    )
+    assert stack == 0
+    assert registers <= 128
+
+
+@pytest.mark.parametrize(("rows", "vocabulary"), [(1, 151936), (16, 151936), (144, 32000), (5000, 49152), (1, 2)])
+def test_splits_cover_the_vocabulary_once(rows: int, vocabulary: int) -> None:
+    tiles, splits = statistics.choose_splits(rows, vocabulary, 132)
+    assert tiles * splits * statistics.BLOCK >= vocabulary
+    assert tiles * (splits - 1) * statistics.BLOCK < vocabulary
+    assert splits == 1 or rows * splits <= statistics.PER_SM * 132

@@ -10,7 +10,12 @@ from pathlib import Path
 
 import pytest
 
-CASES = ("interpreted_norm.py", "interpreted_rope_cache.py")
+CASES = (
+    "interpreted_norm.py",
+    "interpreted_rope_cache.py",
+    "interpreted_swiglu.py",
+    "interpreted_token_statistics.py",
+)
 
 
 def test_kernels_in_the_interpreter() -> None:
