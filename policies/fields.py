@@ -67,7 +67,7 @@ def _convert(hint: Any, value: object, path: str) -> Any:
         (inner,) = [option for option in options if option is not type(None)]
         return _convert(inner, value, path)
     if origin is Literal:
-        if value not in get_args(hint) or isinstance(value, bool):
+        if not any(type(value) is type(option) and value == option for option in get_args(hint)):
             options_text = ", ".join(map(str, get_args(hint)))
             raise UserError(f"{path} is {_show(value)}", f"use one of {options_text}", field=path)
         return value

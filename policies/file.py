@@ -17,6 +17,7 @@ from specdial.policies.fields import to_plain
 from specdial.policies.schema import SCHEMA, Policy, policy_from_mapping
 
 MAX_BYTES = 250_000
+MAX_DEPTH = 20
 
 
 def load_policy(path: str | Path) -> Policy:
@@ -41,7 +42,11 @@ def parse_policy(text: str) -> Policy:
     """Read a policy from YAML text. Anchors, aliases, tags and merges are refused; nothing but plain data is built."""
     lines: dict[str, int] = {}
     try:
+        depth = 0
         for event in yaml.parse(text, Loader=yaml.SafeLoader):
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            if depth > MAX_DEPTH:  # PyYAML's time grows with the square of it
+                raise UserError(f"policy nests too deeply at line {event.start_mark.line + 1}", "re-export the policy")
             if getattr(event, "anchor", None) is not None or getattr(event, "tag", None) is not None:
                 raise UserError(
                     f"policy uses a YAML anchor, alias or tag at line {event.start_mark.line + 1}",

@@ -25,6 +25,7 @@ class Outer:
     on: bool = False
     mode: Literal["a", "b"] = "a"
     limit: int | None = setting(None, low=1)
+    page: Literal[1, 16] = 1
     inner: Inner = field(default_factory=Inner)
     parts: tuple[Inner, ...] = ()
     free: dict[str, Any] | None = None
@@ -46,6 +47,8 @@ class Outer:
         ({"on": 1}, "on", "on must be true or false, got 1"),
         ({"mode": "c"}, "mode", "mode is 'c'; use one of a, b"),
         ({"mode": ["a"]}, "mode", "mode is ['a']"),
+        ({"page": 16.0}, "page", "page is 16.0; use one of 1, 16"),
+        ({"page": True}, "page", "page is True; use one of 1, 16"),
         ({"limit": 0}, "limit", "limit is 0; use at least 1"),
         ({"limit": True}, "limit", "limit must be a whole number, got True"),
         ({"inner": 3}, "inner", "inner must be a mapping, got 3"),

@@ -1,0 +1,297 @@
+"""Policy files: what is written reads back byte for byte; what is wrong is refused by field and line."""
+
+import dataclasses
+import typing
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from specdial import policies
+from specdial.policies.controllers import CONTROLLERS
+from specdial.policies.errors import UserError
+from specdial.policies.fields import to_plain
+from specdial.policies.file import MAX_BYTES, dump_policy, load_policy, parse_policy, policy_digest, save_policy
+from specdial.policies.schema import SCHEMA, Policy, policy_from_mapping
+
+BUILTIN = sorted((Path(policies.__file__).parent / "builtin").glob("*.yaml"))
+CONF = Path(policies.__file__).parents[1] / "conf"
+
+# Line numbers below count from the schema line, 1.
+TEXT = """\
+schema: specdial/policy/1
+name: mine
+drafter:
+  kind: sparse_self
+controller:
+  kind: rate
+  k_max: 8
+  k_set: [2, 4]
+draft_kv:
+  budget: 512
+  sink: 4
+cells:
+- from_context_tokens: 100
+  overrides:
+    controller: {kind: none}
+- overrides:
+    draft_kv:
+      budget: 256
+lossless: true
+expected: {speedup: 1.5, low: null}
+"""
+
+names = st.text(st.characters(codec="utf-8", exclude_categories=["C", "Z"]), min_size=1, max_size=20).filter(
+    lambda name: not name.startswith(".") and "/" not in name and "\\" not in name
+)
+plain_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=20),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=6,
+)
+blocks = st.none() | st.dictionaries(st.text(max_size=8), plain_values, max_size=3)
+controllers = st.one_of(
+    st.just({"kind": "none"}),
+    st.builds(lambda k: {"kind": "fixed", "k": k}, st.integers(1, 64)),
+    st.builds(lambda k, t: {"kind": "entropy", "k_max": k, "threshold": t}, st.integers(1, 64), st.floats(-10, 1)),
+    st.builds(lambda k, t: {"kind": "confidence", "k_max": k, "threshold": t}, st.integers(1, 64), st.floats(0, 1)),
+    st.builds(
+        lambda form, g, ks: {"kind": "rate", "form": form, "k_max": 64, "gamma": g, "k_set": ks},
+        st.sampled_from(["calibrated", "paper"]),
+        st.floats(0, 100),
+        st.lists(st.integers(1, 64), max_size=4),
+    ),
+)
+draft_kvs = st.builds(
+    lambda sink, recent, more, scope: {"budget": sink + recent + more, "sink": sink, "recent": recent, "scope": scope},
+    st.integers(0, 64),
+    st.integers(0, 64),
+    st.integers(1, 4096),
+    st.sampled_from(["kv_head", "layer"]),
+)
+cells = st.builds(
+    lambda low, more, controller: {
+        "from_context_tokens": low,
+        "to_context_tokens": None if more is None else low + more,
+        "overrides": {"controller": controller},
+    },
+    st.integers(0, 10**6),
+    st.none() | st.integers(1, 10**6),
+    controllers,
+)
+any_policy = st.builds(
+    lambda **parts: policy_from_mapping(parts),
+    name=names,
+    controller=controllers,
+    draft_kv=draft_kvs,
+    cells=st.lists(cells, max_size=3),
+    expected=blocks,
+    measured=blocks,
+    provenance=blocks,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(any_policy)
+def test_a_saved_policy_reads_back_and_saves_to_the_same_bytes(policy):
+    text = dump_policy(policy)
+    again = parse_policy(text)
+    assert again == policy
+    assert dump_policy(again) == text
+    assert policy_digest(again) == policy_digest(policy)
+
+
+def test_files_round_trip_byte_for_byte(tmp_path):
+    policy = parse_policy(TEXT)
+    save_policy(policy, tmp_path / "a.yaml")
+    save_policy(load_policy(tmp_path / "a.yaml"), tmp_path / "b.yaml")
+    assert (tmp_path / "a.yaml").read_bytes() == (tmp_path / "b.yaml").read_bytes()
+    assert load_policy(tmp_path / "b.yaml") == policy
+
+
+@pytest.mark.parametrize("path", BUILTIN, ids=lambda path: path.stem)
+def test_built_in_policies_are_canonical(path):
+    policy = load_policy(path)
+    assert policy.name == path.stem
+    body = "".join(line for line in path.read_text().splitlines(keepends=True) if not line.startswith("#"))
+    assert body == dump_policy(policy)
+
+
+def test_there_are_built_in_policies():
+    assert {"plain", "sparse_self"} <= {path.stem for path in BUILTIN}
+
+
+@pytest.mark.parametrize("kind", CONTROLLERS)
+def test_the_conf_group_holds_the_defaults(kind):
+    assert yaml.safe_load((CONF / "controller" / f"{kind}.yaml").read_text()) == to_plain(CONTROLLERS[kind][0]())
+
+
+def test_the_conf_group_knows_every_kind():
+    assert {path.stem for path in (CONF / "controller").glob("*.yaml")} == set(CONTROLLERS)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "says"),
+    [
+        ("name: mine", "name: 7", "name must be text, got 7 (line 2)"),
+        ("name: mine", "name: a/b", "name is 'a/b' (line 2)"),
+        ("name: mine", "name: ''", "name is '' (line 2)"),
+        ("name: mine", "name: ..", "name is '..' (line 2)"),
+        ("name: mine", "name: 2024-01-01", "name must be text, got datetime.date(2024, 1, 1) (line 2)"),
+        ("name: mine", "speed: 7", "unknown field speed (line 2); use one of name, drafter"),
+        ("name: mine", "speed-up: 7", "unknown field speed-up (line 2)"),
+        ("name: mine", "'a\\nb': 7", "(line 2)"),
+        ("kind: sparse_self", "kind: eagle", "drafter.kind is 'eagle' (line 4); use one of none, sparse_self"),
+        ("kind: sparse_self", "kind: none", "drafter none cannot serve controller rate (line 3)"),
+        ("kind: rate", "kind: magic", "controller.kind is 'magic' (line 6); use one of none, fixed"),
+        ("kind: rate", "kind: [rate]", "controller.kind is ['rate'] (line 6)"),
+        ("  kind: rate\n", "", "controller.kind is None (line 5)"),
+        ("k_max: 8", "k_max: 8.0", "controller.k_max must be a whole number, got 8.0 (line 7)"),
+        ("k_max: 8", "k_max: 65", "controller.k_max is 65 (line 7); use at most 64"),
+        ("k_max: 8", "gamma: .nan", "controller.gamma is nan (line 7)"),
+        ("k_max: 8", "gamma: .inf", "controller.gamma is inf (line 7)"),
+        ("k_max: 8", "gamma: yes", "controller.gamma must be a number, got True (line 7)"),
+        ("k_max: 8", "kmax: 8", "unknown field controller.kmax (line 7)"),
+        ("k_max: 8", "k_max: 3", "controller.k_set holds 4, k_max is 3 (line 8)"),
+        ("[2, 4]", "[2, four]", "controller.k_set[1] must be a whole number, got 'four' (line 8)"),
+        ("[2, 4]", "2", "controller.k_set must be a list, got 2 (line 8)"),
+        ("budget: 512", "budget: -1", "draft_kv.budget is -1 (line 10); use at least 1"),
+        ("budget: 512", "budget: 60", "draft_kv.budget is 60, smaller than sink + recent = 68 (line 10)"),
+        ("sink: 4", "sink: 600", "draft_kv.budget is 512, smaller than sink + recent = 664 (line 10)"),
+        ("- from_context_tokens: 100\n", "- from_context: 1\n", "unknown field cells[0].from_context (line 13)"),
+        ("  overrides:\n    controller", "  x:\n    controller", "unknown field cells[0].x (line 14)"),
+        ("  overrides:\n    controller: {kind: none}\n", "", "cells[0].overrides is missing (line 13)"),
+        ("controller: {kind: none}", "name: other", "cells[0].overrides.name cannot vary by cell (line 15)"),
+        ("controller: {kind: none}", "controller: none", "cells[0].overrides.controller must be a mapping (line 15)"),
+        ("{kind: none}", "{kind: fixed, k: 0}", "cells[0].overrides.controller.k is 0 (line 15)"),
+        ("from_context_tokens: 100\n", "to_batch: 2\n  from_batch: 2\n", "cells[0].to_batch is 2, not above"),
+        ("      budget: 256", "      budget: 10", "cells[1].overrides.draft_kv.budget is 10, smaller than sink"),
+        ("lossless: true", "lossless: false", "lossless is False at line 19 but its settings make it True"),
+        ("lossless: true", "lossless: 1", "lossless is 1 at line 19"),
+        ("low: null", "low: .nan", "expected.low is nan (line 20)"),
+        ("low: null", "low: 2024-01-01", "expected.low is datetime.date(2024, 1, 1) (line 20)"),
+        ("{speedup: 1.5, low: null}", "1.5", "expected must be a mapping, got 1.5 (line 20)"),
+        ("policy/1", "policy/2", "policy schema is 'specdial/policy/2' at line 1; this version reads"),
+        ("schema: specdial/policy/1\n", "", "policy schema is None at line 1"),
+        ("name: mine", "name: &a mine", "anchor, alias or tag at line 2"),
+        ("name: mine", "name: *a", "at line 2"),
+        ("name: mine", "name: !!str mine", "anchor, alias or tag at line 2"),
+        ("name: mine", "name: !!python/object/apply:os.system [touch pwned]", "anchor, alias or tag at line 2"),
+        ("name: mine", "name: mine\nname: yours", "name is given twice, again at line 3"),
+        ("name: mine", "<<: {name: mine}", "a key that is not text at line 2"),
+        ("name: mine", "3: mine", "a key that is not text at line 2"),
+        ("name: mine", "? [a, b]\n: mine", "a key that is not text at line 2"),
+        ("name: mine", "name: [mine", "not valid YAML at line"),
+        ("name: mine", "name: @mine", "not valid YAML at line 2"),
+        ("name: mine", "\tname: mine", "not valid YAML at line 2"),
+        ("name: mine", "name: mi\0ne", "not valid YAML"),
+        ("name: mine", "--- {}", "not valid YAML at line 3"),
+    ],
+)
+def test_every_mistake_is_refused_by_field_and_line(old, new, says, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert TEXT.count(old) == 1
+    with pytest.raises(UserError) as caught:
+        parse_policy(TEXT.replace(old, new))
+    assert says in str(caught.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b"", "must be a mapping"),
+        (b"- a\n", "must be a mapping"),
+        (b"just text", "must be a mapping"),
+        (b"\xff\xfe\x00", "is not UTF-8 text"),
+        (b"\x00\x01\x02\x7f", "not valid YAML"),
+        (b"a: " + b"[" * 100_000, "nests too deeply"),
+        (b"a: " + b"{b: " * 3000 + b"1" + b"}" * 3000, "nests too deeply"),
+        (b"k: " + b"9" * 10_000, "not valid YAML"),
+        (b"#" * (MAX_BYTES + 1), "is too large"),
+    ],
+    ids=["empty", "list", "text", "utf-16", "binary", "open", "deep", "digits", "giant"],
+)
+def test_hostile_files_are_refused_in_one_line(tmp_path, content, says):
+    path = tmp_path / "policy.yaml"
+    path.write_bytes(content)
+    with pytest.raises(UserError) as caught:
+        load_policy(path)
+    assert says in str(caught.value)
+    assert str(path) in str(caught.value)
+    assert len(str(caught.value)) < 300
+
+
+def test_billions_of_laughs_are_refused(tmp_path):
+    rows = ["a0: &a0 [x, x]", *(f"a{i}: &a{i} [*a{i - 1}, *a{i - 1}]" for i in range(1, 40))]
+    with pytest.raises(UserError, match="anchor, alias or tag at line 1"):
+        parse_policy("\n".join(rows))
+
+
+@pytest.mark.parametrize("name", ["nothing.yaml", "."])
+def test_files_that_cannot_be_read_are_named(tmp_path, name):
+    with pytest.raises(UserError, match=r"cannot read policy .*; check the path"):
+        load_policy(tmp_path / name)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(0, len(TEXT) - 1), st.characters(codec="utf-8"), st.booleans())
+def test_one_character_of_damage_never_gives_anything_but_a_user_error(at, character, insert):
+    try:
+        policy = parse_policy(TEXT[:at] + character + TEXT[at + (not insert) :])
+    except UserError:
+        return
+    assert parse_policy(dump_policy(policy)) == policy
+
+
+@given(st.binary(max_size=60))
+def test_random_bytes_never_give_anything_but_a_user_error(content):
+    try:
+        text = content.decode("utf-8")
+    except UnicodeDecodeError:
+        return
+    with pytest.raises(UserError):
+        parse_policy(text)
+
+
+def test_the_digest_is_of_the_decisions():
+    policy = parse_policy(TEXT)
+    aside = {"name": "other", "expected": None, "measured": {"speedup": 2.0}, "provenance": {"made_at": "now"}}
+    for part, value in aside.items():
+        assert policy_digest(replace(policy, **{part: value})) == policy_digest(policy)
+
+
+def other_values(config):
+    """(name, a value it does not have) of every field of a settings dataclass that has more than one value."""
+    hints = typing.get_type_hints(type(config))
+    for field in dataclasses.fields(config):
+        value, hint = getattr(config, field.name), hints[field.name]
+        if typing.get_origin(hint) is typing.Literal:
+            others = [option for option in typing.get_args(hint) if option != value]
+            if others:
+                yield field.name, others[-1]
+        elif typing.get_origin(hint) is tuple:
+            yield field.name, [2]
+        else:
+            yield field.name, 0.37 if hint is float else value + 64
+
+
+def test_the_digest_changes_with_every_decision():
+    policy = parse_policy(TEXT.replace("k_max: 8", "k_max: 4"))
+    plain = to_plain(policy)
+    changed = [{**plain, "cells": []}]
+    for part in ("controller", "draft_kv"):
+        for name, value in other_values(getattr(policy, part)):
+            changed.append({**plain, part: {**plain[part], name: min(value, 64) if name == "k_max" else value}})
+    digests = [policy_digest(policy), *(policy_digest(policy_from_mapping(mapping)) for mapping in changed)]
+    assert len(set(digests)) == len(digests) > 14
+
+
+def test_an_empty_policy_is_plain_and_says_so():
+    policy = parse_policy(f"schema: {SCHEMA}\n")
+    assert policy == Policy()
+    assert policy.k_max == 0
+    assert policy.lossless
