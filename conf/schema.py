@@ -41,7 +41,7 @@ def with_model(settings: dict[str, Any]) -> dict[str, Any]:
 
 def with_trace(settings: dict[str, Any]) -> dict[str, Any]:
     """Let `workload` name the trace runs/WORKLOAD, and hold a trace to the workload it is said to be of."""
-    workload = settings.pop("workload")
+    workload = settings.pop("workload").get("kind")
     if workload is None and settings["trace"] is None:
         raise UserError("trace is missing", "add trace=DIR, or workload=NAME for the trace runs/NAME")
     if workload is None:
