@@ -100,6 +100,10 @@ class KVCache:
         self.k.copy_(one.k)
         self.v.copy_(one.v)
 
+    def layer(self, layer: int) -> tuple[Tensor, Tensor]:
+        """All keys and values of a layer, [B, Hk, S, D], scratch included."""
+        return self.k[layer], self.v[layer]
+
     def view(self, layer: int, width: int) -> tuple[Tensor, Tensor]:
         """The first `width` keys and values of a layer, [B, Hk, width, D], without a copy."""
         return self.k[layer, :, :, :width], self.v[layer, :, :, :width]

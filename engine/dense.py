@@ -12,7 +12,6 @@ import torch
 
 from specdial.engine.drafters.sparse_self import CompactDraft, Selection, choose_keys
 from specdial.engine.history import History
-from specdial.engine.loop import signal_values
 from specdial.engine.sequences import Sequences
 from specdial.policies.schema import DraftKV
 
@@ -80,9 +79,9 @@ def _draft_chunk(
     alive = np.ones(lanes, dtype=np.bool_)  # every earlier draft of the chain matched
     rows: list[dict[str, np.ndarray]] = []
     for depth in range(1, k_max + 1):
-        logits = drafter.step(token)
-        token = logits.argmax(dim=-1)
-        entropy, top1, margin = (value.cpu().numpy() for value in signal_values(logits))
+        proposal = drafter.step(token)
+        token = proposal.token
+        entropy, top1, margin = proposal.signals.cpu().numpy()
         truth = np.array(
             [tokens[i] if i < len(tokens) else -1 for i in range(start + depth - 1, start + depth - 1 + lanes)]
         )

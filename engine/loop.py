@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from specdial.engine.clock import Clock
-from specdial.engine.drafters.sparse_self import begin_draft
+from specdial.engine.drafters.sparse_self import Proposal, begin_draft
 from specdial.engine.sampling import Sampling, Verdict, choose, distribution, generators, verify_greedy, verify_sampled
 from specdial.engine.sequences import Sequences
 from specdial.policies.controllers import Controller, Signals, draft_limit, longest_draft, make_controller
@@ -120,23 +120,34 @@ class Decoding:
         drafting = controller.draft_more(0, signals) & (limit > 0)
         tokens: list[Tensor] = []
         probabilities: list[Tensor] = []
+        known: list[Tensor] = []  # signals of each step, [3, B]
         select_us = draft_us = 0.0
         if drafting.any():
             drafter = begin_draft(s, variant.draft_kv, steps=widest)
             select_us = self.clock.lap_us()
             token = s.pending()
             while drafting.any():
-                logits = drafter.step(token)
-                token, q = choose(logits, self.sampling, self.random)
+                proposal = drafter.step(token)
+                token, q = self._pick(proposal)
                 tokens.append(token)
                 if q is not None:
                     probabilities.append(q)
-                write_signals(signals, len(tokens) - 1, logits)
+                known.append(proposal.signals.clone())
+                if controller.adaptive:
+                    write_signals(signals, len(tokens) - 1, known[-1:])
                 k += drafting
                 drafting = drafting & (k < limit) & controller.draft_more(len(tokens), signals)
+            if not controller.adaptive:
+                write_signals(signals, 0, known)
             draft_us = self.clock.lap_us()
         drafted = torch.stack(tokens, dim=1) if tokens else s.pending().new_zeros(s.batch, 0)
         return Draft(drafted, torch.stack(probabilities, 1) if probabilities else None, signals, k), select_us, draft_us
+
+    def _pick(self, proposal: Proposal) -> tuple[Tensor, Tensor | None]:
+        """The drafted tokens [B], and the distribution they were drawn from unless greedy."""
+        if self.sampling.greedy:
+            return proposal.token.clone(), None
+        return choose(proposal.logits, self.sampling, self.random)
 
     def _judge(self, draft: Draft, logits: Tensor) -> Verdict:
         """Apply the acceptance rule to the target's logits [B, K+1, V]."""
@@ -163,19 +174,9 @@ class Decoding:
         return accepted, emitted
 
 
-def write_signals(signals: Signals, column: int, logits: Tensor) -> None:
-    """Entropy, top-1 probability and margin of logits [B, V] into one column of `signals`, rounded to float32."""
-    entropy, top1, margin = signal_values(logits)
-    signals.entropy_nats[:, column] = entropy.cpu().numpy()
-    signals.top1_prob[:, column] = top1.cpu().numpy()
-    signals.margin[:, column] = margin.cpu().numpy()
-
-
-def signal_values(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Entropy in nats, top-1 probability, and top-2 logit margin, each [B] float32, of logits [B, V]."""
-    log_p = torch.log_softmax(logits, dim=-1)
-    p = log_p.exp()
-    entropy = -(p * log_p.masked_fill(p == 0, 0.0)).sum(dim=-1)
-    entropy = entropy.clamp(min=0.0)
-    top2 = logits.topk(2, dim=-1).values
-    return entropy, p.amax(dim=-1), top2[:, 0] - top2[:, 1]
+def write_signals(signals: Signals, first: int, steps: list[Tensor]) -> None:
+    """Copy the signals of draft steps, [3, B] float32 each, into columns `first` and following: one read-back."""
+    if steps:
+        values = torch.stack(steps, dim=-1).cpu().numpy()  # [3, B, steps]
+        columns = slice(first, first + len(steps))
+        signals.entropy_nats[:, columns], signals.top1_prob[:, columns], signals.margin[:, columns] = values

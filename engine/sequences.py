@@ -15,7 +15,7 @@ from torch import Tensor
 from specdial.engine.cache import KVCache, round_up
 from specdial.engine.graphs import Graphs
 from specdial.engine.history import History, HistorySpec, Rows
-from specdial.engine.models.decoder import Attend, Decoder
+from specdial.engine.models.decoder import Attend, AttendCached, Decoder
 from specdial.kernels import Backend
 from specdial.kernels.full_attention import full_attention
 from specdial.policies.errors import UserError
@@ -144,18 +144,33 @@ class Sequences:
 
     def _block(self, tokens: Tensor, width: int, rows: bool) -> Block:
         lengths = self.cache.lengths
-        positions = lengths[:, None] + torch.arange(tokens.shape[1], device=tokens.device)  # [B, T]
         collected = self.history.rows(tokens.shape[1], self.batch) if rows and self.history is not None else None
 
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            self.cache.write(layer, k, v)
+        def attend(layer: int, q: Tensor) -> Tensor:
             kv = self.cache.view(layer, width)
             if collected is not None and self.history is not None:
                 return self.history.attend(collected, layer, q, kv, lengths)
             return full_attention(q, *kv, lengths, backend=self.backend)[0]
 
-        hidden = self.decoder.forward(tokens, positions, attend)
-        return Block(self.decoder.logits(hidden), collected)
+        return Block(self.decoder.logits(self.forward_rows(tokens, lengths, attend)), collected)
+
+    def forward_rows(self, tokens: Tensor, lengths: Tensor, attend: AttendCached) -> Tensor:
+        """Hidden states [B, T, hidden] of tokens [B, T] at positions lengths[b] + t, their keys written to the cache.
+
+        On a GPU through the fused kernels, on a CPU through the plain ones.
+        """
+        if self.cache.on_gpu:
+            return self.decoder.forward_cached(tokens, lengths, self.cache.layer, attend, backend=self.backend)
+        positions = lengths[:, None] + torch.arange(tokens.shape[1], device=tokens.device)  # [B, T]
+
+        def keep(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            if lengths is self.cache.lengths:
+                self.cache.write(layer, k, v)
+            else:
+                self.cache.write_at(layer, k, v, positions)
+            return attend(layer, q)
+
+        return self.decoder.forward(tokens, positions, keep)
 
     def push_history(self, block: Block, committed: np.ndarray) -> None:
         """Take the first committed[b] attention rows of the block behind the present lengths into history."""

@@ -15,18 +15,38 @@ from torch import Tensor
 from specdial.engine.cache import WIDTH_MULTIPLE, round_up
 from specdial.engine.history import History
 from specdial.engine.sequences import Sequences
+from specdial.kernels import Backend
 from specdial.kernels.full_attention import full_attention
 from specdial.kernels.selection import select
 from specdial.kernels.sparse_attention import SparseWorkspace, sparse_attention, workspace_for
+from specdial.kernels.token_statistics import logit_statistics
 from specdial.policies.schema import DraftKV
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """What one draft step says of N lanes. On a GPU it lies in a graph's buffers until the next step.
+
+    logits: [N, V]. token: [N], the likeliest. signals: [3, N] float32, its entropy in nats, top-1 probability, margin.
+    """
+
+    logits: Tensor
+    token: Tensor
+    signals: Tensor
 
 
 class SparseDraft(Protocol):
     """The draft state of N lanes for one round."""
 
-    def step(self, tokens: Tensor) -> Tensor:
-        """Logits [N, V] of the next draft after tokens [N], each lane's last one."""
+    def step(self, tokens: Tensor) -> Proposal:
+        """The next draft after tokens [N], each lane's last one."""
         ...
+
+
+def propose(logits: Tensor, backend: Backend) -> Proposal:
+    """The proposal that logits [N, V] make."""
+    token, *signals = logit_statistics(logits, backend=backend)
+    return Proposal(logits, token, torch.stack(signals))
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +113,7 @@ class CompactDraft:
         self.v[:, :, :, C:] = 0.0
         self.depth = 0
 
-    def step(self, tokens: Tensor) -> Tensor:
+    def step(self, tokens: Tensor) -> Proposal:
         """See SparseDraft."""
         lengths = self.counts + self.depth  # [N]
         lanes = torch.arange(tokens.shape[0], device=tokens.device)
@@ -106,7 +126,7 @@ class CompactDraft:
 
         hidden = self.decoder.forward(tokens[:, None], (self.positions + self.depth)[:, None], attend)
         self.depth += 1
-        return self.decoder.logits(hidden[:, -1])
+        return propose(self.decoder.logits(hidden[:, -1]), self.backend)
 
 
 class GatherDraft:
@@ -119,23 +139,22 @@ class GatherDraft:
         self.selection = selection
         self.depth = 0
 
-    def step(self, tokens: Tensor) -> Tensor:
+    def step(self, tokens: Tensor) -> Proposal:
         """See SparseDraft."""
         depth = torch.full((1,), self.depth, dtype=torch.int64, device=tokens.device)
         self.depth += 1
         key = ("draft", self.selection.page, self.selection.indices.shape[-1])
-        logits: Tensor = self.s.graphs.run(key, self._pass, tokens, depth)
-        return logits
+        proposal: Proposal = self.s.graphs.run(key, self._pass, tokens, depth)
+        return proposal
 
-    def _pass(self, tokens: Tensor, depth: Tensor) -> Tensor:
+    def _pass(self, tokens: Tensor, depth: Tensor) -> Proposal:
         cache, chosen = self.s.cache, self.selection
         lengths = cache.lengths + depth  # [B]
         workspace: SparseWorkspace | None = None
 
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        def attend(layer: int, q: Tensor) -> Tensor:
             nonlocal workspace
-            cache.write_at(layer, k, v, lengths[:, None])
-            keys, values = cache.view(layer, cache.capacity_tokens)
+            keys, values = cache.layer(layer)
             if workspace is None and self.s.backend == "triton":
                 workspace = workspace_for(q, keys, chosen.indices[layer], page=chosen.page)
             return sparse_attention(
@@ -151,8 +170,8 @@ class GatherDraft:
                 workspace=workspace,
             )
 
-        hidden = self.s.decoder.forward(tokens[:, None], lengths[:, None], attend)
-        return self.s.decoder.logits(hidden[:, -1])
+        hidden = self.s.forward_rows(tokens[:, None], lengths, attend)
+        return propose(self.s.decoder.logits(hidden[:, -1]), self.s.backend)
 
 
 def begin_draft(sequences: Sequences, draft_kv: DraftKV, *, steps: int) -> SparseDraft:

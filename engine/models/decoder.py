@@ -16,10 +16,18 @@ from torch import Tensor
 from specdial.engine.models.config import ModelConfig
 from specdial.engine.models.rope import cos_sin, inverse_frequencies, rotate
 from specdial.engine.models.tensors import ignorable, tensor_shapes
+from specdial.kernels import Backend
+from specdial.kernels.norm import add_rms_norm
+from specdial.kernels.rope_cache import rope_and_cache
+from specdial.kernels.swiglu import swiglu
 from specdial.policies.errors import UserError
 
 # attend(layer, q [B, T, H, D], k [B, T, Hk, D], v [B, T, Hk, D]) -> [B, T, H, D]; RoPE is already in q and k.
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+# attend(layer, q [B, T, H, D]) -> [B, T, H, D]; keys and values are in the cache already.
+AttendCached = Callable[[int, Tensor], Tensor]
+# cache(layer) -> keys and values [B, Hk, S, D] to write into.
+CacheOf = Callable[[int], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,14 +46,7 @@ class Layer:
 
 
 class Decoder:
-    """A decoder's weights on one device in one dtype. Build it with `from_weights`.
-
-    row_block: matrix products run over multiples of this many rows (1: as they come). A BLAS rounds 1 row otherwise
-    than 5; with 4, MKL was seen to give a row the same bits whatever shares the batch, in whole forward passes. It
-    costs plain decode time, so it is for checks that compare token for token, never for timing.
-    """
-
-    row_block: int = 1
+    """A decoder's weights on one device in one dtype. Build it with `from_weights`."""
 
     def __init__(self, config: ModelConfig, embedding: Tensor, layers: list[Layer], norm: Tensor, head: Tensor) -> None:
         self.config = config
@@ -57,6 +58,7 @@ class Decoder:
         self._head = head  # [V, hidden]; the embedding itself when tied
         inverse, self._attention_factor = inverse_frequencies(config.rope, config.head_dim)
         self._inverse = inverse.to(self.device)  # [D/2]
+        self._angles: tuple[Tensor, Tensor] | None = None
 
     @property
     def weight_bytes(self) -> int:
@@ -91,30 +93,64 @@ class Decoder:
             if index in taps:
                 tapped[index] = x
             normed = rms_norm(x, layer.attention_norm, c.norm_eps)
-            q, k, v = self._linear(normed, layer.qkv, layer.qkv_bias).split(widths, -1)
+            q, k, v = F.linear(normed, layer.qkv, layer.qkv_bias).split(widths, -1)
             q = q.unflatten(-1, (c.heads, c.head_dim))  # [B, T, H, D]
             k = k.unflatten(-1, (c.kv_heads, c.head_dim))  # [B, T, Hk, D]
             v = v.unflatten(-1, (c.kv_heads, c.head_dim))  # [B, T, Hk, D]
             if layer.q_norm is not None and layer.k_norm is not None:
                 q, k = rms_norm(q, layer.q_norm, c.norm_eps), rms_norm(k, layer.k_norm, c.norm_eps)
             mixed = attend(index, rotate(q, cos, sin), rotate(k, cos, sin), v)  # [B, T, H, D]
-            x = x + self._linear(mixed.flatten(-2), layer.out)
-            gate, up = self._linear(rms_norm(x, layer.mlp_norm, c.norm_eps), layer.gate_up).chunk(2, -1)
-            x = x + self._linear(F.silu(gate) * up, layer.down)
+            x = x + F.linear(mixed.flatten(-2), layer.out)
+            gate, up = F.linear(rms_norm(x, layer.mlp_norm, c.norm_eps), layer.gate_up).chunk(2, -1)
+            x = x + F.linear(F.silu(gate) * up, layer.down)
         return rms_norm(x, self._norm, c.norm_eps), tapped
 
-    def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """x [..., in] times weight [out, in], over a number of rows that is a multiple of `row_block`."""
-        short = -(x.numel() // x.shape[-1]) % self.row_block
-        if not short:
-            return F.linear(x, weight, bias)
-        rows = F.pad(x.reshape(-1, x.shape[-1]), (0, 0, 0, short))  # [rows + short, in]
-        return F.linear(rows, weight, bias)[:-short].view(*x.shape[:-1], -1)  # [..., out]
+    @torch.inference_mode()
+    def forward_cached(
+        self, tokens: Tensor, lengths: Tensor, cache: CacheOf, attend: AttendCached, *, backend: Backend
+    ) -> Tensor:
+        """As `forward` for rows at positions lengths[b] + t, with keys and values written straight into `cache`.
+
+        tokens: [B, T]; lengths: [B]. Norm, rotation with cache write, and activation are one kernel each, lengths are
+        read on the device, and nothing depends on the host: fit for a CUDA graph.
+        """
+        c = self.config
+        cos, sin = self.angles(cache(0)[0].shape[2])
+        x: Tensor | None = None
+        branch = F.embedding(tokens, self._embedding)  # [B, T, hidden]
+        for index, layer in enumerate(self._layers):
+            normed, x = add_rms_norm(branch, x, layer.attention_norm, c.norm_eps, backend=backend)
+            q = rope_and_cache(
+                F.linear(normed, layer.qkv, layer.qkv_bias),
+                lengths,
+                *cache(index),
+                cos=cos,
+                sin=sin,
+                backend=backend,
+                q_norm=layer.q_norm,
+                k_norm=layer.k_norm,
+                eps=c.norm_eps,
+            )  # [B, T, H, D]
+            mixed = attend(index, q)
+            normed, x = add_rms_norm(
+                F.linear(mixed.flatten(-2), layer.out), x, layer.mlp_norm, c.norm_eps, backend=backend
+            )
+            branch = F.linear(swiglu(F.linear(normed, layer.gate_up), backend=backend), layer.down)
+        return add_rms_norm(branch, x, self._norm, c.norm_eps, backend=backend)[0]
+
+    def angles(self, positions: int) -> tuple[Tensor, Tensor]:
+        """cos and sin of positions 0 .. positions-1, [>= positions, D/2] float32; made once for the longest asked."""
+        if self._angles is None or self._angles[0].shape[0] < positions:
+            half = self.config.head_dim // 2
+            steps = torch.arange(positions, device=self.device)[None]
+            cos, sin = cos_sin(steps, self._inverse, self._attention_factor)  # [1, P, 1, D]
+            self._angles = cos[0, :, 0, :half].contiguous(), sin[0, :, 0, :half].contiguous()
+        return self._angles
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [..., V] float32 of hidden states [..., hidden] that `forward` returned."""
-        return self._linear(hidden, self._head).float()
+        return F.linear(hidden, self._head).float()
 
     @classmethod
     def from_weights(

@@ -37,6 +37,7 @@ class Controller(ABC):
     """One kind of stopping rule over N lanes, each with its own settings and its own state."""
 
     kind: ClassVar[str]
+    adaptive: ClassVar[bool] = True  # looks at signals; others spare the engine reading them back at every step
     k_max: Ints  # [N], the longest draft a lane ever asks for
 
     @abstractmethod

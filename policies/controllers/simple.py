@@ -48,6 +48,7 @@ class NoDraft(Controller):
     """Lanes that never draft."""
 
     kind = "none"
+    adaptive = False
 
     def __init__(self, configs: Sequence[NoneConfig]) -> None:
         self.k_max = np.zeros(len(configs), dtype=np.int64)
@@ -60,6 +61,7 @@ class Fixed(Controller):
     """Lanes with a constant draft length."""
 
     kind = "fixed"
+    adaptive = False
 
     def __init__(self, configs: Sequence[FixedConfig]) -> None:
         self.k_max = np.array([c.k for c in configs], dtype=np.int64)

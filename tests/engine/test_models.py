@@ -8,6 +8,7 @@ import torch
 from specdial.engine.models import Decoder, ModelConfig
 from specdial.engine.weights import load_model
 from specdial.engine.weights.hf import SafetensorsWeights
+from specdial.kernels.full_attention import full_attention
 from specdial.policies.errors import UserError
 
 LLAMA3 = {
@@ -154,3 +155,27 @@ def test_saved_rope_buffers_and_tied_heads_are_ignored(tiny_checkpoint, full_log
     plain, more = (Decoder.from_weights(config, w) for w in (weights, weights | extra))
     assert torch.equal(full_logits(plain, tokens), full_logits(more, tokens))
     assert plain.weight_bytes == 4 * sum(w.numel() for w in weights.values())
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
+def test_the_fused_pass_equals_the_plain_one(tiny_model, make_attend, architecture):
+    """forward_cached, on references: same hidden states, and the cache holds the keys that `attend` was given."""
+    decoder = tiny_model(architecture).decoder
+    c, tokens = decoder.config, torch.arange(14).view(2, 7) * 9
+    shape = (c.layers, 2, c.kv_heads, 20, c.head_dim)
+    keys, values = torch.zeros(shape), torch.zeros(shape)
+    attend = make_attend()
+    plain = decoder.forward(tokens, torch.arange(7).expand(2, 7), attend)
+
+    def mix(layer, q):
+        return full_attention(q, keys[layer], values[layer], lengths, backend="reference")[0]
+
+    lengths = torch.zeros(2, dtype=torch.int64)
+    fused = decoder.forward_cached(
+        tokens, lengths, lambda layer: (keys[layer], values[layer]), mix, backend="reference"
+    )
+    assert torch.allclose(fused, plain, atol=1e-5)
+    for layer, (k, v) in attend.cache.items():
+        assert torch.allclose(keys[layer, :, :, :7].transpose(1, 2), k, atol=1e-5)
+        assert torch.allclose(values[layer, :, :, :7].transpose(1, 2), v, atol=1e-5)
+        assert not keys[layer, :, :, 7:].any()
