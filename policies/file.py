@@ -46,10 +46,10 @@ def parse_policy(text: str) -> Policy:
         for event in yaml.parse(text, Loader=yaml.SafeLoader):
             depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
             if depth > MAX_DEPTH:  # PyYAML's time grows with the square of it
-                raise UserError(f"policy nests too deeply at line {event.start_mark.line + 1}", "re-export the policy")
+                raise UserError(f"policy nests too deeply at line {_line(event)}", "re-export the policy")
             if getattr(event, "anchor", None) is not None or getattr(event, "tag", None) is not None:
                 raise UserError(
-                    f"policy uses a YAML anchor, alias or tag at line {event.start_mark.line + 1}",
+                    f"policy uses a YAML anchor, alias or tag at line {_line(event)}",
                     "write the value out",
                 )
         _find_lines(yaml.compose(text, Loader=yaml.SafeLoader), "", lines)
@@ -124,3 +124,9 @@ def _line_of(path: str | None, lines: dict[str, int]) -> int:
             return lines[path]
         path = path[: max(path.rfind("."), path.rfind("["), 0)]
     return 1
+
+
+def _line(event: yaml.Event) -> int:
+    """Line (from 1) where a YAML event starts."""
+    mark = event.start_mark
+    return int(mark.line) + 1 if mark is not None else 1
