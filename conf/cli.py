@@ -149,8 +149,8 @@ def rewrite(argument: str) -> list[str]:
     model=DIR (a folder, a .gguf file or a hub id) becomes model=path model.source=DIR. A prompt, and a path that
     exists, are quoted, so that commas and brackets in them mean nothing.
     """
-    name, _, value = argument.partition("=")
-    if name == "prompt" and value[:1] not in ("'", '"'):
+    name, equals, value = argument.partition("=")
+    if name == "prompt" and equals and value[:1] not in ("'", '"'):
         return [f"prompt={_quoted(value)}"]
     if name == "model" and ("/" in value or value.endswith(".gguf") or Path(value).is_dir()):
         return ["model=path", f"model.source={_quoted(value) if Path(value).exists() else value}"]

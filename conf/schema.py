@@ -23,9 +23,9 @@ PARTS = ("drafter", "controller", "draft_kv")
 def plain_settings(cfg: DictConfig) -> dict[str, Any]:
     """The config as plain data, without Hydra's own node. Raises UserError naming a value that was not given."""
     container = OmegaConf.to_container(cfg, resolve=False)
-    missing = sorted(OmegaConf.missing_keys(cfg))
-    if missing:
-        raise UserError(f"{missing[0]} is missing", f"add {missing[0]}=VALUE")
+    missing = _missing(container, "")
+    if missing is not None:
+        raise UserError(f"{missing} is missing", f"add {missing}=VALUE")
     container = OmegaConf.to_container(cfg, resolve=True)
     if not isinstance(container, dict):
         raise UserError("the config is not a mapping", "write key: value pairs")
@@ -85,6 +85,14 @@ def find_policies(where: object) -> list[Policy]:
         names = ", ".join(sorted(p.stem for p in BUILTIN.glob("*.yaml")))
         raise UserError(f"no policy {where!r}", f"give a policy file, a directory, or one of {names}")
     return [load_policy(path)]
+
+
+def _missing(container: Any, where: str) -> str | None:
+    """The first key without a value. (OmegaConf's own search stops at values that interpolate one.)"""
+    if not isinstance(container, dict):
+        return where if container == "???" else None
+    found = (_missing(value, f"{where}.{key}".lstrip(".")) for key, value in container.items())
+    return next((path for path in found if path is not None), None)
 
 
 def _merge(policy: Policy, overrides: dict[str, Any]) -> dict[str, Any]:
