@@ -23,8 +23,8 @@ def add_rms_norm(
     Returns (normed, h). normed is new. h is `residual` itself, overwritten IN PLACE (or `x` itself, untouched, when
     there is no residual): whoever keeps the residual stream of an earlier layer copies it first. Rounding is Hugging
     Face's: h to the dtype, h / rms(h) to the dtype, then times weight. On a device with early launch, weight is read
-    while the kernel before this one may still run: it is constant, not that kernel's output. Raises ValueError on a wrong shape, dtype,
-    device, stride or backend, and when x and residual share memory.
+    while the kernel before this one may still run: it is constant, not that kernel's output.
+    Raises ValueError on a wrong shape, dtype, device, stride or backend, and when x and residual share memory.
     """
     if x.dim() == 0 or x.numel() == 0:
         raise ValueError(f"x has shape {list(x.shape)}, expected [..., hidden] with at least one row")
