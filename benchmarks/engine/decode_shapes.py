@@ -7,10 +7,12 @@ give and is not reported. Gate: the captured path must agree with the plain deco
 """
 
 import argparse
+import dataclasses
 import statistics
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
@@ -20,9 +22,11 @@ from _bench import finish, gate, record, relative_error
 
 from specdial.engine.history import HistorySpec
 from specdial.engine.loop import Decoding
+from specdial.engine.models import Decoder
 from specdial.engine.sampling import Sampling
 from specdial.engine.sequences import Sequences
 from specdial.engine.weights import load_model
+from specdial.engine.weights.random_weights import RandomWeights
 from specdial.policies.schema import policy_from_mapping
 
 BANDWIDTH = 4.3e12  # bytes a second, the floor's
@@ -49,8 +53,15 @@ def sequences(model, context, batch, history=None, slack=700):
     return s
 
 
-def check(model):
-    """Logits of a captured block against the plain decoder with naive attention, 300 keys of random cache."""
+def check(config):
+    """Logits of a captured block against the plain decoder with naive attention, 300 keys of random cache.
+
+    On four layers of the shape: through all of them, bfloat16 rounding alone reaches 5 %.
+    """
+    shallow = dataclasses.replace(config, layers=4)
+    weights = RandomWeights(shallow, 0, torch.device("cuda"), torch.bfloat16)
+    decoder = Decoder.from_weights(shallow, weights, device="cuda", dtype=torch.bfloat16)
+    model = SimpleNamespace(decoder=decoder, config=shallow)
     s = sequences(model, 300, 2)
     tokens = torch.randint(0, 1000, (2, 3), device="cuda")
     keys, values = s.cache.k.clone(), s.cache.v.clone()
@@ -139,7 +150,7 @@ def main():
             model = None
             torch.cuda.empty_cache()
             model = load_model(f"shape:{shape}", device="cuda", dtype="bfloat16")
-            check(model)
+            check(model.config)
         records += [plain(model, id, arguments.steps)] if id in CASES else rounds(model, id, min(arguments.steps, 40))
         print(records[-1]["id"], records[-1]["value"], flush=True)
         torch.cuda.empty_cache()
