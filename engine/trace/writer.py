@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 
 from specdial.engine.trace.meta import read_meta
 from specdial.engine.trace.schema import COSTS, COSTS_SCHEMA, TABLES, TRACE_SCHEMA
-from specdial.policies.artifact import write_bytes_atomic, write_json_atomic
+from specdial.policies.artifact import TEMPORARY, write_bytes_atomic, write_json_atomic
 from specdial.policies.errors import UserError
 
 Columns = Mapping[str, "np.ndarray[Any, Any] | list[Any]"]
@@ -29,6 +29,8 @@ class TraceWriter:
         """Start a trace or resume one. Raises UserError when the directory holds a trace made otherwise."""
         self.out = out
         path = out / "meta.json"
+        for left in out.glob(f".*{TEMPORARY}"):  # by a killed recording
+            left.unlink()
         content = {"schema": TRACE_SCHEMA, **meta}
         if path.exists():
             found = read_meta(out, TRACE_SCHEMA, "trace")

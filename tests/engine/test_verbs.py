@@ -1,0 +1,246 @@
+"""The engine's verbs end to end on a tiny random model: what they write, and that it hangs together."""
+
+import io
+import json
+from contextlib import redirect_stdout
+
+import numpy as np
+import pytest
+
+from specdial.engine.trace.reader import read_costs, read_trace
+from specdial.engine.verbs import calibrate, record, run, validate
+from specdial.policies.errors import UserError
+from specdial.policies.fields import to_plain
+from specdial.policies.file import load_policy, policy_digest
+from specdial.policies.schema import policy_from_mapping
+
+KV = {"budget": 40, "sink": 2, "recent": 8, "window": 8}
+PLAIN = {"name": "plain", "drafter": {"kind": "none"}, "controller": {"kind": "none"}}
+FIXED = {"name": "four", "controller": {"kind": "fixed", "k": 4}, "draft_kv": KV}
+RATE = {"name": "rate", "controller": {"kind": "rate", "k_max": 6, "gamma": 0.2}, "draft_kv": KV}
+TIMES = ("draft_us", "verify_us", "select_us", "host_us")
+
+
+@pytest.fixture
+def shared(tiny_checkpoint, tmp_path):
+    """Settings that verbs with a workload share: three documents of 96 tokens and 20 new ones."""
+    text = tmp_path / "text.txt"
+    text.write_text("\n\n".join(f"The {i}th paragraph, on {i * i} things that happened." for i in range(200)))
+    workload = {"kind": "file", "path": str(text), "context_tokens": 96, "documents": 3, "new_tokens": 20}
+    return {"model": {"source": str(tiny_checkpoint("llama")), "device": "cpu"}, "workload": workload}
+
+
+def rows(table, *, without=()):
+    return table.drop_columns([name for name in without if name in table.column_names]).to_pylist()
+
+
+def test_record_writes_one_round_after_another(shared, tmp_path, capsys):
+    found = record.run({**shared, "policy": FIXED, "out": str(tmp_path / "t")})
+    trace = read_trace(tmp_path / "t")
+    assert found["documents"] == 3
+    assert (found["tokens"], found["rounds"]) == (60, trace.rounds.num_rows)
+    assert trace.meta["policy_digest"] == policy_digest(policy_from_mapping(FIXED))
+    assert (trace.meta["dense"], trace.meta["model"]["random"]) == (False, False)
+    for doc in range(3):
+        mine = [row for row in rows(trace.rounds) if row["doc"] == doc]
+        ends = np.cumsum([row["emitted"] for row in mine]) + 96
+        assert [row["context_tokens"] for row in mine] == [96, *ends[:-1]]
+        assert ends[-1] == 116
+        assert all(row["emitted"] == row["accepted"] + 1 and row["accepted"] <= row["k"] <= 4 for row in mine)
+        assert all(row["verify_us"] > 0 and row["mode"] == "full" for row in mine)
+    drafted = sum(row["k"] for row in rows(trace.rounds))
+    assert trace.drafts.num_rows == drafted
+    assert sum(row["match"] for row in rows(trace.drafts)) == sum(row["accepted"] for row in rows(trace.rounds))
+    assert "recorded" in capsys.readouterr().out
+
+
+def test_recordings_of_lossless_policies_hold_the_same_output(shared, tmp_path):
+    outputs = []
+    for name, changes in {
+        "plain": {"policy": PLAIN},
+        "fixed": {"policy": FIXED},
+        "rate": {"policy": RATE},
+        "batch": {"policy": RATE, "batch": 2},
+        "dense": {"policy": PLAIN, "dense": True, "budgets": [96, 104], "k_max": 3},
+    }.items():
+        record.run({**shared, **changes, "out": str(tmp_path / name)})
+        outputs.append(rows(read_trace(tmp_path / name).outputs))
+    assert all(output == outputs[0] for output in outputs)
+
+
+def test_a_split_named_twice_is_recorded_once(shared, tmp_path):
+    both = record.run({**shared, "policy": PLAIN, "split": "train+train+test", "out": str(tmp_path / "a")})
+    docs = {row["doc"] for row in rows(read_trace(tmp_path / "a").rounds)}
+    assert both["documents"] == len(docs) == 2
+
+
+def test_a_finished_recording_is_not_done_again(shared, tmp_path):
+    settings = {**shared, "policy": FIXED, "out": str(tmp_path / "t")}
+    record.run(settings)
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "t").iterdir()}
+    found = record.run(settings)
+    assert (found["documents"], found["resumed_documents"]) == (0, 3)
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "t").iterdir()} == before
+
+
+def test_a_recording_with_other_settings_is_refused(shared, tmp_path):
+    record.run({**shared, "policy": FIXED, "out": str(tmp_path / "t")})
+    for changes in ({"policy": RATE}, {"policy": FIXED, "sampling": {"temperature": 0.5}}):
+        with pytest.raises(UserError, match="holds another run"):
+            record.run({**shared, **changes, "out": str(tmp_path / "t")})
+
+
+def test_a_recording_of_weights_that_have_changed_since_is_refused(shared, tmp_path, tiny_checkpoint):
+    """The same settings, but the model behind the path is another one now."""
+    link = tmp_path / "model"
+    link.symlink_to(tiny_checkpoint("llama"))
+    settings = {**shared, "model": {"source": str(link), "device": "cpu"}, "policy": PLAIN, "out": str(tmp_path / "t")}
+    record.run(settings)
+    link.unlink()
+    link.symlink_to(tiny_checkpoint("llama", seed=5))
+    with pytest.raises(UserError, match="holds a trace of another recording"):
+        record.run(settings)
+
+
+def test_a_damaged_meta_stops_a_resumed_recording(shared, tmp_path):
+    settings = {**shared, "policy": PLAIN, "out": str(tmp_path / "t")}
+    record.run(settings)
+    (tmp_path / "t" / "meta.json").write_text("{")
+    with pytest.raises(UserError, match=r"meta\.json is not readable JSON"):
+        record.run(settings)
+
+
+def test_calibrate_times_every_operation(shared, tmp_path):
+    sizes = {"contexts": [64, 96], "ks": [0, 1, 3], "budgets": [40, 48], "batches": [1, 2], "repeats": 3}
+    found = calibrate.run({**shared, **sizes, "draft_kv": KV, "out": str(tmp_path / "c")})
+    table = read_costs(tmp_path / "c")
+    costs = rows(table.rows)
+    assert found["rows"] == len(costs)
+    places = {(c, b) for c in (64, 96) for b in (1, 2)}
+    for op, ks, budgets in (("plain", {0}, {0}), ("verify", {0, 1, 3}, {0}), ("draft", {0}, {40, 48})):
+        mine = [row for row in costs if row["op"] == op]
+        assert {(row["context_tokens"], row["batch"]) for row in mine} == places
+        assert {row["k"] for row in mine} == ks
+        assert {row["budget"] for row in mine} == budgets
+        assert all(0 < row["p10_us"] <= row["median_us"] <= row["p90_us"] for row in mine)
+    assert table.meta["model"]["digest"] == read_meta_digest(shared)
+
+
+def read_meta_digest(shared):
+    from specdial.engine.weights import load_model
+
+    return load_model(shared["model"]["source"], device="cpu").digest
+
+
+def decoded(shared, **changes):
+    text = io.StringIO()
+    settings = {"model": shared["model"], "policy": PLAIN, "prompt": "Once upon a time " * 6, "new_tokens": 24}
+    with redirect_stdout(text):
+        metrics = run.run({**settings, "ignore_eos": True, **changes})
+    return text.getvalue(), metrics
+
+
+def test_run_streams_the_same_text_under_every_lossless_policy(shared, tmp_path, capsys):
+    plain, metrics = decoded(shared)
+    assert (metrics["rounds"], metrics["new_tokens"], metrics["alpha"]) == (24, 24, None)
+    assert len(plain) > 1
+    for policy in (FIXED, RATE):
+        text, metrics = decoded(shared, policy=policy, out=str(tmp_path / "metrics.json"))
+        assert text == plain
+        assert (metrics["new_tokens"], metrics["lossless"]) == (24, True)
+        assert metrics["rounds"] <= 24
+        written = json.loads((tmp_path / "metrics.json").read_text())
+        assert written["text"] + "\n" == text
+        assert {name: written[name] for name in metrics} == metrics
+    assert "tokens/s" in capsys.readouterr().err
+
+
+def test_run_reads_a_prompt_from_a_file_and_samples_by_seed(shared, tmp_path):
+    (tmp_path / "essay.txt").write_text("An essay on the sea. " * 5)
+    changes = {"prompt": f"@{tmp_path / 'essay.txt'}", "policy": FIXED}
+    hot = {"temperature": 1.0, "seed": 3}
+    first, again = (decoded(shared, **changes, sampling=hot)[0] for _ in range(2))
+    assert first == again
+    assert decoded(shared, **changes, sampling={**hot, "seed": 4})[0] != first
+
+
+def test_random_weights_are_called_random_everywhere(shared, tmp_path, monkeypatch, capsys):
+    from specdial.engine.models import shapes
+
+    small = read_config_of(shared)
+    monkeypatch.setitem(shapes.SHAPES, "tiny", small)
+    job = {**shared, "model": {"source": "shape:tiny", "device": "cpu"}}
+    assert decoded(job)[1]["random_weights"] is True
+    record.run({**job, "policy": PLAIN, "out": str(tmp_path / "t")})
+    validate.run({**job, "policies": [FIXED], "repeats": 1, "bootstrap": 10, "out": str(tmp_path / "v")})
+    assert read_trace(tmp_path / "t").meta["model"]["random"] is True
+    assert json.loads((tmp_path / "v" / "validation.json").read_text())["model"]["random"] is True
+    captured = capsys.readouterr()
+    assert captured.out.count("(random") >= 2
+    assert "(random weights)" in captured.err
+
+
+def read_config_of(shared):
+    from pathlib import Path
+
+    from specdial.engine.weights.hf import read_config
+
+    return read_config(Path(shared["model"]["source"]), "tiny")
+
+
+def test_validate_compares_with_plain_and_with_what_was_predicted(shared, tmp_path):
+    expected = {"speedup": 1.25, "low": 1.1, "high": 1.4, "level": "exact", "tokens_per_round": 2.0}
+    policies = [PLAIN, {**FIXED, "expected": expected}, {**RATE, "expected": {**expected, "speedup": 0.75}}]
+    settings = {**shared, "policies": policies, "split": "all", "repeats": 2, "bootstrap": 50}
+    found = validate.run({**settings, "out": str(tmp_path / "v")})
+    written = json.loads((tmp_path / "v" / "validation.json").read_text())
+    assert written["schema"] == "specdial/validation/1"
+    assert written["policies"] == found["policies"]
+    plain, fixed, rate = written["policies"]
+    assert plain["measured"]["speedup"] == 1.0
+    assert plain["measured"]["tokens_per_round"] == 1.0
+    assert (plain["k_max"], plain["budget"], plain["predicted"]) == (0, None, {})
+    for row, policy in zip((fixed, rate), policies[1:]):
+        m = row["measured"]
+        assert row["policy_digest"] == policy_digest(policy_from_mapping(policy))
+        assert row["predicted"] == policy["expected"]
+        assert row["error_frac"] == pytest.approx(policy["expected"]["speedup"] / m["speedup"] - 1.0)
+        assert m["documents_differing_from_plain"] == 0
+        assert row["lossless"] is True
+        assert m["tokens"] == 60
+        assert 0 < m["low"] <= m["high"]
+        assert m["tokens_per_round"] >= 1.0
+        assert 0.0 <= m["alpha"] <= 1.0
+        assert 0.0 < m["k"] <= row["k_max"]
+    assert written["rank_correlation"] in (-1.0, 1.0, pytest.approx(1.0), pytest.approx(-1.0))
+    assert 0.0 <= written["regret"] < 1.0
+    assert written["worst_error_frac"] >= written["median_error_frac"] >= 0.0
+    for row in (plain, fixed, rate):
+        measured = load_policy(tmp_path / "v" / "policies" / f"{row['name']}.yaml").measured
+        assert measured["speedup"] == row["measured"]["speedup"]
+        assert measured["split"] == "all"
+
+
+def test_validate_sees_an_output_that_is_not_the_plain_one(shared, tmp_path, monkeypatch):
+    """An acceptance rule that accepts every draft is caught by the comparison with plain decoding."""
+    from specdial.engine import loop
+    from specdial.engine.sampling import Verdict
+
+    honest = loop.verify_greedy
+
+    def gullible(drafts, k, logits):
+        verdict = honest(drafts, k, logits)
+        return Verdict(k.clone(), verdict.next_token, None)
+
+    monkeypatch.setattr(loop, "verify_greedy", gullible)
+    found = validate.run(
+        {**shared, "policies": [FIXED], "split": "all", "repeats": 1, "bootstrap": 10, "out": str(tmp_path / "v")}
+    )
+    assert found["policies"][0]["measured"]["documents_differing_from_plain"] > 0
+
+
+def test_policies_of_one_name_keep_a_file_each(shared, tmp_path):
+    policies = [{**FIXED, "name": "p"}, {**RATE, "name": "p"}]
+    validate.run({**shared, "policies": policies, "repeats": 1, "bootstrap": 10, "out": str(tmp_path / "v")})
+    found = [load_policy(path) for path in sorted((tmp_path / "v" / "policies").iterdir())]
+    assert [to_plain(p.controller)["kind"] for p in found] == ["fixed", "rate"]
