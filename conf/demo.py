@@ -1,6 +1,6 @@
 """specdial demo: the verbs in sequence, as a newcomer would type them, and one table at the end.
 
-A second call with the same settings resumes: what is on disk is used as it stands.
+A second call with the same settings uses the trace and the costs on disk as they stand.
 """
 
 import time

@@ -17,6 +17,7 @@ from specdial.engine.loop import Decoding, Round
 from specdial.engine.progress import progress
 from specdial.engine.sampling import Sampling
 from specdial.engine.sequences import Sequences
+from specdial.engine.trace.reader import read_costs
 from specdial.engine.trace.writer import write_costs
 from specdial.policies.artifact import claim_directory, provenance
 from specdial.policies.console import table_console
@@ -43,7 +44,7 @@ class Settings:
 
 
 def run(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Measure and write the cost table into `out`. Returns the number of rows."""
+    """Measure and write the cost table into `out`, or show the one it holds. Returns the number of rows."""
     s = parse(Settings, settings)
     if not (s.contexts and s.batches and s.ks and s.budgets):
         raise UserError("contexts, batches, ks and budgets must not be empty", "name at least one value of each")
@@ -53,7 +54,15 @@ def run(settings: Mapping[str, Any]) -> dict[str, Any]:
     job = load_job(s.model, workload, "train")
     check_context(max(s.contexts) + max(s.ks) + 2, job.model)
     out = Path(s.out)
-    claim_directory(out, "calibrate", to_plain(s))
+    here = hardware(job.model.decoder.device)
+    if claim_directory(out, "calibrate", to_plain(s)) and (out / "meta.json").exists():
+        held = read_costs(out)
+        if held.meta["model"]["digest"] != job.model.digest:
+            raise UserError(f"{out} holds costs of another model", "choose another out= or delete that directory")
+        if held.meta.get("hardware") == here:
+            print(f"{out} was measured before; delete it to measure again")
+            _print(out, job, held.rows.to_pylist())
+            return {"out": str(out), "rows": held.rows.num_rows}
     rows: list[dict[str, Any]] = []
     with progress("calibrate", len(s.contexts) * len(s.batches)) as bar:
         for batch in s.batches:
@@ -67,7 +76,7 @@ def run(settings: Mapping[str, Any]) -> dict[str, Any]:
         {
             "model": meta["model"],
             "graph_mode": meta["graph_mode"],
-            "hardware": hardware(job.model.decoder.device),
+            "hardware": here,
             "config": to_plain(s),
             "provenance": provenance(),
         },

@@ -76,7 +76,8 @@ def run(settings: Mapping[str, Any]) -> dict[str, Any]:
     for policy in policies:
         _check_model(policy, job)
     out = Path(s.out)
-    claim_directory(out, "validate", to_plain(s))
+    asides = {"measured": None, "provenance": None}  # when and from what a policy came changes no measurement
+    claim_directory(out, "validate", {**to_plain(s), "policies": [{**p, **asides} for p in to_plain(s.policies)]})
     results = _measure(job, [PLAIN, *[p for p in policies if p.k_max > 0]], s)
     by_digest = {policy_digest(r.policy): r for r in results}
     plain = results[0]

@@ -244,3 +244,28 @@ def test_policies_of_one_name_keep_a_file_each(shared, tmp_path):
     validate.run({**shared, "policies": policies, "repeats": 1, "bootstrap": 10, "out": str(tmp_path / "v")})
     found = [load_policy(path) for path in sorted((tmp_path / "v" / "policies").iterdir())]
     assert [to_plain(p.controller)["kind"] for p in found] == ["fixed", "rate"]
+
+
+def test_costs_are_measured_once(shared, tmp_path, capsys, tiny_checkpoint):
+    link = tmp_path / "model"
+    link.symlink_to(tiny_checkpoint("llama"))
+    sizes = {"contexts": [64], "ks": [0, 1], "budgets": [40], "repeats": 3, "draft_kv": KV, "out": str(tmp_path / "c")}
+    settings = {**shared, "model": {"source": str(link), "device": "cpu"}, **sizes}
+    calibrate.run(settings)
+    first = (tmp_path / "c" / "costs.parquet").read_bytes()
+    assert calibrate.run(settings)["rows"] == read_costs(tmp_path / "c").rows.num_rows
+    assert (tmp_path / "c" / "costs.parquet").read_bytes() == first
+    assert "was measured before; delete it to measure again" in capsys.readouterr().out
+    link.unlink()
+    link.symlink_to(tiny_checkpoint("llama", seed=5))
+    with pytest.raises(UserError, match="holds costs of another model"):
+        calibrate.run(settings)
+
+
+def test_costs_of_another_machine_are_measured_again(shared, tmp_path, monkeypatch):
+    sizes = {"contexts": [64], "ks": [0, 1], "budgets": [40], "repeats": 3, "draft_kv": KV, "out": str(tmp_path / "c")}
+    monkeypatch.setattr(calibrate, "hardware", lambda device: {"device": "cpu", "name": "another"})
+    calibrate.run({**shared, **sizes})
+    monkeypatch.undo()
+    calibrate.run({**shared, **sizes})
+    assert read_costs(tmp_path / "c").meta["hardware"]["name"] != "another"
