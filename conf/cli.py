@@ -92,8 +92,8 @@ def main() -> None:
     try:
         _main(sys.argv[1:])
         sys.stdout.flush()
-    except BrokenPipeError:  # the reader of a pipe has seen enough; Python must not flush into it again at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:
+        stop_quietly()
     except KeyboardInterrupt:
         print("interrupted; finished parts are on disk", file=sys.stderr)
         sys.exit(130)
@@ -127,8 +127,11 @@ def task(verb: str) -> Callable[[DictConfig], Any]:
             return import_module(module).run(prepare(plain_settings(cfg)))
         except UserError as error:
             fail(str(error))
-        except OmegaConfBaseException as error:  # caught here, or Hydra adds a line of its own
+        # Caught here too, or Hydra adds a line of its own.
+        except OmegaConfBaseException as error:
             fail(f"{error}; see specdial {verb} --help")
+        except BrokenPipeError:
+            stop_quietly()
 
     return run
 
@@ -166,6 +169,12 @@ def usage() -> str:
     width = max(map(len, VERBS))
     lines = [f"  {verb:<{width}}  {line}" for verb, (_, _, line) in VERBS.items()]
     return "\n".join(["usage: specdial VERB [setting=value ...] [-m] [--help] [--cfg job]", "", *lines])
+
+
+def stop_quietly() -> NoReturn:
+    """The reader of a pipe has seen enough. Python must not flush into it again at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    sys.exit(0)
 
 
 def fail(message: str) -> NoReturn:

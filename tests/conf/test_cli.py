@@ -41,13 +41,16 @@ def test_a_mistake_is_one_line_and_exit_code_2(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_closed_pipe_ends_the_command_quietly(tmp_path):
+@pytest.mark.parametrize("verb", ["help", "run"])
+def test_a_closed_pipe_ends_the_command_quietly(tmp_path, tiny_checkpoint, verb):
     """As in `specdial replay --help | head -1`, with the reader gone before the first line."""
+    model = f"model={tiny_checkpoint('llama')}"
+    arguments = ("replay", "--help") if verb == "help" else ("run", model, "hardware=cpu", "prompt=Hi", "new_tokens=2")
     reader, writer = os.pipe()
     os.close(reader)
     code = "from specdial.conf.cli import main; main()"
     found = subprocess.run(
-        [sys.executable, "-c", code, "replay", "--help"],
+        [sys.executable, "-c", code, *arguments],
         stdout=writer,
         stderr=subprocess.PIPE,
         text=True,
