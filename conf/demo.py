@@ -15,12 +15,14 @@ from specdial.engine.verbs import calibrate, record, validate
 from specdial.engine.verbs import run as run_verb
 from specdial.policies import export
 from specdial.policies.console import table_console
+from specdial.policies.errors import UserError
 from specdial.policies.fields import parse, setting, to_plain
 from specdial.policies.file import load_policy, policy_digest
 from specdial.policies.schema import DraftKV, Policy
 from specdial.simulator.verbs import tune
 
 PROMPT = "Once upon a time, in a small house by the sea,"
+FILES = {"trace", "costs", "study", "policy.yaml", "validation"}  # what a demo leaves in its directory
 PLAIN = {"name": "plain", "drafter": {"kind": "none"}, "controller": {"kind": "none"}}
 
 
@@ -43,6 +45,8 @@ def run(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Run the loop into `out` and print the table. Returns its rows."""
     s = parse(Settings, settings)
     out = Path(s.out)
+    if out.is_file() or (out.is_dir() and any(path.name not in FILES for path in out.iterdir())):
+        raise UserError(f"{out} exists and is not a demo", "choose another out=")
     started_s = time.monotonic()
     context, new_tokens = int(s.workload["context_tokens"]), int(s.workload["new_tokens"])
     shared = {"model": s.model, "workload": s.workload}
@@ -69,7 +73,7 @@ def run(settings: Mapping[str, Any]) -> dict[str, Any]:
         calibrate.run,
         {
             **shared,
-            "contexts": [context // 2, context + new_tokens],
+            "contexts": [max(context // 2, 64), context + new_tokens],
             "ks": sorted({0, 1, 2, s.k_max // 2, s.k_max}),
             "budgets": list(s.budgets),
             "draft_kv": to_plain(replace(DraftKV(), budget=s.budgets[0])),

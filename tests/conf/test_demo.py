@@ -8,7 +8,7 @@ from specdial.engine.trace.reader import read_costs, read_trace
 from specdial.policies.file import load_policy, policy_digest
 
 SMALL = (
-    *("hardware=cpu", "context=160", "budgets=[80,96]", "k_max=3", "repeats=1", "trials=12", "out=d"),
+    *("hardware=cpu", "context=120", "budgets=[80,96]", "k_max=3", "repeats=1", "trials=12", "out=d"),
     *("workload=file", "workload.path=text.txt", "workload.documents=5", "workload.new_tokens=12"),
 )
 
@@ -51,6 +51,24 @@ def test_the_whole_loop(cli, model, tmp_path):
     again = cli("demo", f"model={model}", *SMALL)
     assert again.code == 0, again.err
     assert {path: path.read_bytes() for path in (out / "trace").iterdir()} == before
+
+
+def test_a_demo_into_a_directory_of_something_else(refused, model):
+    refused("demo", f"model={model}", *SMALL, "out=.", says=". exists and is not a demo; choose another out=")
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ("repeats=0", "repeats is 0; use at least 1"),
+        ("budgets=[10]", "budgets.budget is 10, smaller than sink + recent"),
+        ("context=600", "exceed model's context of 512"),
+        ("workload.documents=0", "workload.documents is 0"),
+        ("k_max=99", "k_max is 99; use at most 64"),
+    ],
+)
+def test_bad_settings_stop_a_demo_before_it_writes(refused, model, change, says):
+    refused("demo", f"model={model}", *SMALL, change, says=says.replace("model's", f"{model.name}'s"))
 
 
 def test_a_demo_with_other_settings_goes_elsewhere(cli, refused, model):
