@@ -20,7 +20,7 @@ def push_rows_triton(
     B, Hk, W, S = ring.shape
     sources, rows, width, kind = _sources(mass)
     block_w = triton.next_power_of_2(W)
-    block = max(16, min(2048 // block_w, 32 if kind["KIND"] == 1 else 128))  # a page's M log-masses lie side by side
+    block = max(16, min(2048 // block_w, 32 if S * B * Hk <= 1 << 16 else 128))  # small, to spread short rings
     push_rows_kernel[(triton.cdiv(S, block), B * Hk)](
         ring, *sources, lengths, committed, ring if score is None else score, lengths.shape[0], Hk, rows, W, S, width,
         **kind, TILE=TILE_TOKENS, BLOCK_W=block_w, BLOCK=block, SCORE=score is not None,
