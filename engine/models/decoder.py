@@ -58,7 +58,9 @@ class Decoder:
         self._head = head  # [V, hidden]; the embedding itself when tied
         inverse, self._attention_factor = inverse_frequencies(config.rope, config.head_dim)
         self._inverse = inverse.to(self.device)  # [D/2]
-        self._angles: tuple[Tensor, Tensor] | None = None
+        self._angles: list[
+            tuple[Tensor, Tensor]
+        ] = []  # growing tables; captured graphs may still read the shorter ones
 
     @property
     def weight_bytes(self) -> int:
@@ -140,12 +142,12 @@ class Decoder:
 
     def angles(self, positions: int) -> tuple[Tensor, Tensor]:
         """cos and sin of positions 0 .. positions-1, [>= positions, D/2] float32; made once for the longest asked."""
-        if self._angles is None or self._angles[0].shape[0] < positions:
+        if not self._angles or self._angles[-1][0].shape[0] < positions:
             half = self.config.head_dim // 2
             steps = torch.arange(positions, device=self.device)[None]
             cos, sin = cos_sin(steps, self._inverse, self._attention_factor)  # [1, P, 1, D]
-            self._angles = cos[0, :, 0, :half].contiguous(), sin[0, :, 0, :half].contiguous()
-        return self._angles
+            self._angles.append((cos[0, :, 0, :half].contiguous(), sin[0, :, 0, :half].contiguous()))
+        return self._angles[-1]
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:

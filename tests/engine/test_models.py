@@ -179,3 +179,15 @@ def test_the_fused_pass_equals_the_plain_one(tiny_model, make_attend, architectu
         assert torch.allclose(keys[layer, :, :, :7].transpose(1, 2), k, atol=1e-5)
         assert torch.allclose(values[layer, :, :, :7].transpose(1, 2), v, atol=1e-5)
         assert not keys[layer, :, :, 7:].any()
+
+
+def test_angle_tables_outlive_longer_ones(tiny_model):
+    """A captured graph holds addresses only: a table once given must stay as it is."""
+    decoder = tiny_model("llama").decoder
+    short = decoder.angles(10)
+    kept, address = short[0].clone(), short[0].data_ptr()
+    del short
+    longer = decoder.angles(2000)
+    assert torch.equal(longer[0][:10], kept)
+    assert decoder.angles(5)[0].shape[0] == 2000
+    assert any(table.data_ptr() == address for table, _ in decoder._angles)
