@@ -132,6 +132,10 @@ def task(verb: str) -> Callable[[DictConfig], Any]:
             fail(f"{error}; see specdial {verb} --help")
         except BrokenPipeError:
             stop_quietly()
+        except OSError as error:
+            if error.filename is None:
+                raise
+            fail(f"cannot use {error.filename}: {error.strerror}; check the path and its permissions")
 
     return run
 

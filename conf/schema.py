@@ -70,7 +70,7 @@ def with_policies(settings: dict[str, Any], *, many: bool) -> dict[str, Any]:
 
 def find_policies(where: object) -> list[Policy]:
     """The policies that a command line's `policy=` names. Raises UserError when there is none."""
-    if not isinstance(where, str):
+    if not isinstance(where, str) or not where:
         raise UserError(f"policy is {where!r}", "give policy=NAME, policy=FILE or policy=DIRECTORY")
     path = Path(where)
     if path.is_dir():

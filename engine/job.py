@@ -31,7 +31,7 @@ class ModelSettings:
     shape: str | None = None
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    seed: int = setting(0, low=0)
+    seed: int = setting(0, low=0, high=(1 << 32) - 1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from specdial.policies.errors import UserError
 from specdial.policies.fields import parse, setting, to_plain
 
 SCHEMA = "specdial/policy/1"
+MOST_KEYS = 1 << 24  # beyond any context
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,9 +27,9 @@ class DraftKV:
     page: keys scored and chosen together, 1 for single keys; sink and recent are rounded up to whole pages.
     """
 
-    budget: int = setting(512, low=1)
-    sink: int = setting(4, low=0)
-    recent: int = setting(64, low=0)
+    budget: int = setting(512, low=1, high=MOST_KEYS)
+    sink: int = setting(4, low=0, high=MOST_KEYS)
+    recent: int = setting(64, low=0, high=MOST_KEYS)
     window: int = setting(16, low=1, high=256)
     scope: Literal["kv_head", "layer", "model"] = "kv_head"
     page: Literal[1, 16, 32, 64] = 1

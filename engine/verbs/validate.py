@@ -41,8 +41,8 @@ class Settings:
     split: str = "test"
     batch: int = setting(1, low=1, high=1024)
     repeats: int = setting(3, low=1, high=100)
-    bootstrap: int = setting(1000, low=0)
-    seed: int = setting(0, low=0)
+    bootstrap: int = setting(1000, low=0, high=100_000)
+    seed: int = setting(0, low=0, high=(1 << 32) - 1)
     sampling: Sampling = field(default_factory=Sampling)
 
 
