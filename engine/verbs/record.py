@@ -22,7 +22,7 @@ from specdial.policies.console import table_console
 from specdial.policies.errors import UserError
 from specdial.policies.fields import parse, setting, to_plain
 from specdial.policies.file import policy_digest
-from specdial.policies.schema import DraftKV, Policy, policy_from_mapping
+from specdial.policies.schema import MOST_KEYS, DraftKV, Policy, policy_from_mapping
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class Settings:
     split: str = "all"
     batch: int = setting(1, low=1, high=1024)
     dense: bool = False
-    budgets: tuple[int, ...] = setting((), low=1)
+    budgets: tuple[int, ...] = setting((), low=1, high=MOST_KEYS)
     k_max: int = setting(8, low=1, high=64)
     sampling: Sampling = field(default_factory=Sampling)
 
