@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
 
 from specdial.conf import cli as command
 from specdial.simulator.synthetic import Shape, write_synthetic_costs, write_trace
@@ -16,6 +17,15 @@ class Result:
     code: int
     out: str
     err: str
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Tiny models are faster so, and far faster beside other work."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ from contextlib import redirect_stdout
 
 import numpy as np
 import pytest
+import torch
 
 from specdial.engine.trace.reader import read_costs, read_trace
 from specdial.engine.verbs import calibrate, record, run, validate
@@ -19,6 +20,15 @@ PLAIN = {"name": "plain", "drafter": {"kind": "none"}, "controller": {"kind": "n
 FIXED = {"name": "four", "controller": {"kind": "fixed", "k": 4}, "draft_kv": KV}
 RATE = {"name": "rate", "controller": {"kind": "rate", "k_max": 6, "gamma": 0.2}, "draft_kv": KV}
 TIMES = ("draft_us", "verify_us", "select_us", "host_us")
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Tiny models are faster so, and far faster beside other work."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from specdial.engine.trace.reader import read_trace
 from specdial.engine.verbs import record
@@ -40,6 +41,15 @@ for kill in json.loads(sys.argv[2]):
         os._exit(0)
     print(os.waitpid(child, 0)[1])
 """
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """Tiny models are faster so, and far faster beside other work."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
