@@ -18,6 +18,7 @@ from specdial.policies.schema import SCHEMA, Policy, policy_from_mapping
 
 MAX_BYTES = 250_000
 MAX_DEPTH = 20
+UNUSUAL_BREAKS = "\x85\u2028\u2029"
 
 
 def load_policy(path: str | Path) -> Policy:
@@ -86,7 +87,10 @@ def dump_policy(policy: Policy) -> str:
     ordered = {k: plain[k] for k in plain if k not in ("expected", "measured", "provenance")}
     ordered["lossless"] = policy.lossless
     ordered |= {k: plain[k] for k in ("expected", "measured", "provenance")}
-    return str(yaml.safe_dump(ordered, sort_keys=False, allow_unicode=True, width=120))
+    text = str(yaml.safe_dump(ordered, sort_keys=False, allow_unicode=True, width=120))
+    if any(mark in text for mark in UNUSUAL_BREAKS):  # PyYAML writes them as they are, and reads them as spaces
+        text = str(yaml.safe_dump(ordered, sort_keys=False, allow_unicode=False, width=120))
+    return text
 
 
 def save_policy(policy: Policy, path: str | Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from specdial import policies
@@ -96,6 +96,7 @@ any_policy = st.builds(
 
 @settings(max_examples=60, deadline=None)
 @given(any_policy)
+@example(policy_from_mapping({"name": "é", "provenance": {"a\x85b": "\u2028", "c": " \u2029\r\n\ufeff"}}))
 def test_a_saved_policy_reads_back_and_saves_to_the_same_bytes(policy):
     text = dump_policy(policy)
     again = parse_policy(text)
