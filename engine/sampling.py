@@ -20,7 +20,7 @@ class Sampling:
     temperature: float = setting(0.0, low=0.0, high=100.0)
     top_p: float = setting(1.0, low=0.0, high=1.0)
     top_k: int = setting(0, low=0)
-    seed: int = setting(0, low=0)
+    seed: int = setting(0, low=0, high=2**32 - 1)
 
     @property
     def greedy(self) -> bool:
@@ -43,7 +43,7 @@ def generators(sampling: Sampling, sequences: list[int]) -> list[torch.Generator
 
 def distribution(logits: Tensor, sampling: Sampling) -> Tensor:
     """Probabilities [..., V] that sampled decoding draws from, given logits [..., V]."""
-    logits = logits / sampling.temperature
+    logits = (logits - logits.amax(dim=-1, keepdim=True)) / sampling.temperature  # the largest stays finite
     if 0 < sampling.top_k < logits.shape[-1]:
         floor = logits.topk(sampling.top_k, dim=-1).values[..., -1:]
         logits = logits.masked_fill(logits < floor, float("-inf"))

@@ -83,10 +83,12 @@ def choose_keys(history: History, lengths: Tensor, draft_kv: DraftKV) -> Selecti
     """Selection of every layer for sequences with `lengths` [B] cached keys."""
     page = draft_kv.page
     whole = lengths // page  # only whole pages are chosen; the rest of the last one is tail
+    scores = history.scores()  # [L, B, Hk, S / page]
+    protected = draft_kv.sink_pages + draft_kv.recent_pages
     indices, counts = select(
-        history.scores(),
+        scores,
         whole,
-        budget=draft_kv.budget // page,
+        budget=max(min(draft_kv.budget // page, scores.shape[-1]), protected),  # no more than there can be
         sink=draft_kv.sink_pages,
         recent=draft_kv.recent_pages,
         backend=history.backend,

@@ -33,7 +33,7 @@ class Settings:
     out: str
     costs: str | None = None
     trials: int = setting(500, low=1, high=1_000_000)
-    seed: int = setting(0, low=0)
+    seed: int = setting(0, low=0, high=2**32 - 1)
     sampler: Sampler = "auto"
     batch: int = setting(1, low=1)
     bootstrap: int = setting(1000, low=1, high=100_000)

@@ -82,6 +82,16 @@ def test_pages_are_lossless_and_read_whole_pages(tiny_model, page):
     assert set(selection.indices[0, 0, 0].tolist()) == {0, whole - 1}
 
 
+def test_a_budget_beyond_the_cache_reads_all_of_it_and_no_more(tiny_model):
+    s = sequences(tiny_model("llama"), [prompt(60)], [20])
+    plain, _ = decode(s, PLAIN)
+    kv = {**KV, "budget": 10**9}
+    tokens, rounds = decode(s, policy_from_mapping({"controller": {"kind": "fixed", "k": 4}, "draft_kv": kv}))
+    assert tokens == plain
+    assert all((r.accepted == r.k).all() for r in rounds), "a draft over every key is the target's own choice"
+    assert choose_keys(s.history, s.cache.lengths, DraftKV(**kv)).indices.shape[-1] == s.cache.capacity_tokens
+
+
 def test_ragged_batch_equals_each_sequence_alone(tiny_model):
     model = tiny_model("llama")
     prompts, limits = [prompt(60, 1), prompt(131, 2), prompt(17, 3)], [20, 33, 5]

@@ -98,6 +98,11 @@ def test_top_k_and_top_p_keep_the_right_tokens():
     assert distribution(logits, Sampling(temperature=1.0, top_p=0.0)).argmax() == 0
 
 
+def test_a_tiny_temperature_is_greedy_not_nan():
+    p = distribution(torch.tensor([[1.0, 3.0, 2.9]]), Sampling(temperature=1e-40))
+    assert p.tolist() == [[0.0, 1.0, 0.0]]
+
+
 def test_draw_never_gives_a_token_of_probability_zero():
     p = torch.tensor([[0.0, 0.5, 0.0, 0.5, 0.0]]).expand(4000, 5)
     tokens = draw(p, generators(WARM, list(range(4000))))
