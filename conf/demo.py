@@ -36,7 +36,7 @@ class Settings:
     out: str
     budgets: tuple[int, ...] = setting((128, 512), low=1)
     k_max: int = setting(8, low=1, high=64)
-    repeats: int = setting(3, low=1)
+    repeats: int = setting(2, low=1)
     trials: int = setting(300, low=1)
     seed: int = setting(0, low=0)
 
@@ -76,6 +76,7 @@ def run(settings: Mapping[str, Any]) -> dict[str, Any]:
             "contexts": [max(context // 2, 64), context + new_tokens],
             "ks": sorted({0, 1, 2, s.k_max // 2, s.k_max}),
             "budgets": list(s.budgets),
+            "repeats": 4,
             "draft_kv": to_plain(replace(DraftKV(), budget=s.budgets[0])),
             "out": str(out / "costs"),
         },
