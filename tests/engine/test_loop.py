@@ -92,6 +92,18 @@ def test_a_budget_beyond_the_cache_reads_all_of_it_and_no_more(tiny_model):
     assert choose_keys(s.history, s.cache.lengths, DraftKV(**kv)).indices.shape[-1] == s.cache.capacity_tokens
 
 
+@pytest.mark.parametrize("page", [1, 16])
+def test_the_shortest_prompts(tiny_model, page):
+    """No cached key at all, fewer keys than sink and recent, less than a page."""
+    prompts = [prompt(1), prompt(2), prompt(9)]
+    s = sequences(tiny_model("llama"), prompts, [24, 24, 24], page=page)
+    plain, _ = decode(s, PLAIN)
+    kv = {"budget": 48, "sink": 2, "recent": 8, "window": 8, "page": page}
+    for controller in ({"kind": "fixed", "k": 4}, {"kind": "rate"}):
+        tokens, _ = decode(s, policy_from_mapping({"controller": controller, "draft_kv": kv}))
+        assert tokens == plain
+
+
 def test_ragged_batch_equals_each_sequence_alone(tiny_model):
     model = tiny_model("llama")
     prompts, limits = [prompt(60, 1), prompt(131, 2), prompt(17, 3)], [20, 33, 5]
