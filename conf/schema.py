@@ -110,5 +110,12 @@ def _merge(policy: Policy, overrides: dict[str, Any]) -> dict[str, Any]:
     if changed:
         if plain["drafter"]["kind"] == "none" and plain["controller"]["kind"] != "none":
             plain["drafter"] = {"kind": "sparse_self"}
-        plain |= {"expected": None, "measured": None, "provenance": None, "name": f"{policy.name}-changed"}
+        plain |= {"expected": None, "measured": None, "provenance": None, "name": _name(plain)}
     return plain
+
+
+def _name(plain: dict[str, Any]) -> str:
+    """What tells a changed policy from the others of a sweep: rate-k8-b256."""
+    controller = plain["controller"]
+    k = controller.get("k", controller.get("k_max", 0))
+    return f"{controller['kind']}-k{k}-b{plain['draft_kv']['budget']}"

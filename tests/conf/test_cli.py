@@ -185,7 +185,7 @@ def test_overrides_change_parts_of_a_policy_and_drop_what_was_expected_of_the_ol
     assert (same["name"], same["expected"]) == ("p", {"speedup": 2.0})
     other = settings_of("run", "policy=p.yaml", "draft_kv.budget=300")["policy"]
     assert (other["draft_kv"]["budget"], other["draft_kv"]["sink"]) == (300, 4)
-    assert (other["name"], other["controller"]["gamma"]) == ("p-changed", 0.9)
+    assert (other["name"], other["controller"]["gamma"]) == ("rate-k8-b300", 0.9)
     assert [other[part] for part in ("expected", "measured", "provenance")] == [None] * 3
     fixed = settings_of("run", "policy=p.yaml", "controller=fixed", "controller.k=7")["policy"]
     assert fixed["controller"] == {"kind": "fixed", "k": 7}
