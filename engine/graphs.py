@@ -5,6 +5,7 @@ give the same result when run twice. On a CPU it is simply called. What a replay
 replay of the same pass.
 """
 
+import time
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
@@ -29,6 +30,7 @@ class Graphs:
 
     def __init__(self, device: torch.device | str) -> None:
         self.enabled = torch.device(device).type == "cuda"
+        self.capturing_us = 0.0  # spent on capturing so far: paid once a shape, so clocks leave it out
         self._captured: dict[Hashable, Captured] = {}
         self._pool: Any = None
 
@@ -45,6 +47,8 @@ class Graphs:
         return found.outputs
 
     def _capture(self, function: Callable[..., Any], inputs: tuple[Tensor, ...]) -> Captured:
+        torch.cuda.synchronize()
+        started_s = time.perf_counter()
         static = tuple(t.clone() for t in inputs)
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
@@ -56,4 +60,6 @@ class Graphs:
         with torch.cuda.graph(graph, pool=self._pool):
             outputs = function(*static)
         self._pool = self._pool or graph.pool()
+        torch.cuda.synchronize()
+        self.capturing_us += (time.perf_counter() - started_s) * 1e6
         return Captured(graph, static, outputs)

@@ -65,7 +65,7 @@ class Decoding:
         self.drafts_at_all = any(longest_draft(v.controller) > 0 for v in self.variants)
         self.sampling = sampling
         self.random = generators(sampling, numbers)
-        self.clock = Clock(sequences.decoder.device)
+        self.clock = Clock(sequences.decoder.device, sequences.graphs)
 
     def rounds(self) -> Iterator[Round]:
         """Decode until every sequence is done."""
