@@ -57,7 +57,7 @@ class Job:
         """Prefilled sequences with room for every policy's drafts. Raises UserError past the model's context."""
         k_max = max(p.k_max for p in policies)
         longest = max(len(d.prompt_ids) + d.new_tokens for d in documents)
-        check_context(longest, self.model)
+        self.model.config.check_context(longest)
         s = Sequences(
             self.model.decoder,
             longest + k_max + 1,
@@ -76,7 +76,7 @@ def load_job(model: ModelSettings, workload: Mapping[str, Any], split: str = "al
     """
     spec = WorkloadSpec.from_mapping(workload)  # first, since a model takes long to load
     loaded = load_model(model.source, device=model.device, dtype=model.dtype, seed=model.seed)
-    check_context(spec.context_tokens + spec.new_tokens, loaded)
+    loaded.config.check_context(spec.context_tokens + spec.new_tokens)
     built = build(spec, loaded.tokenizer)
     chosen = {d.index: d for part in split.split("+") for d in of_split(built, part)}
     return Job(loaded, model.name or loaded.config.name, spec, [chosen[index] for index in sorted(chosen)])
@@ -85,11 +85,6 @@ def load_job(model: ModelSettings, workload: Mapping[str, Any], split: str = "al
 def backend_for(device: torch.device | str) -> Backend:
     """The one place that chooses kernels: Triton on a CUDA device, the torch references elsewhere."""
     return "triton" if torch.device(device).type == "cuda" else "reference"
-
-
-def check_context(tokens: int, model: LoadedModel) -> None:
-    """Raise UserError when a sequence would be longer than the model allows."""
-    model.config.check_context(tokens)
 
 
 def history_spec(policies: list[Policy]) -> HistorySpec | None:

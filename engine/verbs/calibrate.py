@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
-from specdial.engine.job import Job, ModelSettings, check_context, describe, hardware, load_job
+from specdial.engine.job import Job, ModelSettings, describe, hardware, load_job
 from specdial.engine.loop import Decoding, Round
 from specdial.engine.progress import progress
 from specdial.engine.sampling import Sampling
@@ -52,7 +52,7 @@ def run(settings: Mapping[str, Any]) -> dict[str, Any]:
     workload["keep_short"] = False  # a shorter prompt would be timed as a longer one
     policies = {(k, budget): _policy(s, k, budget) for k in s.ks for budget in s.budgets}
     job = load_job(s.model, workload, "train")
-    check_context(max(s.contexts) + max(s.ks) + 2, job.model)
+    job.model.config.check_context(max(s.contexts) + max(s.ks) + 2)
     out = Path(s.out)
     here = hardware(job.model.decoder.device)
     if claim_directory(out, "calibrate", to_plain(s)) and (out / "meta.json").exists():

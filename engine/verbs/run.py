@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from specdial.engine.job import ModelSettings, backend_for, check_context, history_spec
+from specdial.engine.job import ModelSettings, backend_for, history_spec
 from specdial.engine.loop import Decoding, Round
 from specdial.engine.sampling import Sampling
 from specdial.engine.sequences import Sequences
@@ -47,7 +47,7 @@ def run(settings: Mapping[str, Any]) -> dict[str, Any]:
     ids = tokenizer.chat([{"role": "user", "content": text}]) if s.chat else tokenizer.encode(text)
     if not ids:
         raise UserError("the prompt is empty", "give prompt=TEXT or prompt=@FILE")
-    check_context(len(ids) + s.new_tokens, model)
+    model.config.check_context(len(ids) + s.new_tokens)
     sequences = Sequences(
         model.decoder,
         len(ids) + s.new_tokens + policy.k_max + 1,
