@@ -18,12 +18,11 @@ from specdial.policies.console import table_console
 from specdial.policies.errors import UserError
 from specdial.policies.fields import parse, setting, to_plain
 from specdial.policies.file import load_policy, policy_digest
-from specdial.policies.schema import DraftKV, Policy
+from specdial.policies.schema import DraftKV, Policy, plain_policy
 from specdial.simulator.verbs import tune
 
 PROMPT = "Once upon a time, in a small house by the sea,"
 FILES = {"trace", "costs", "study", "policy.yaml", "validation"}  # what a demo leaves in its directory
-PLAIN = {"name": "plain", "drafter": {"kind": "none"}, "controller": {"kind": "none"}}
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +59,7 @@ def run(settings: Mapping[str, Any]) -> dict[str, Any]:
         record.run,
         {
             **shared,
-            "policy": PLAIN,
+            "policy": to_plain(plain_policy()),
             "split": "train+validation",
             "dense": True,
             "budgets": list(s.budgets),

@@ -48,23 +48,10 @@ class Job:
         """Tokens that end a document: none when the workload ignores the end mark."""
         return frozenset() if self.spec.ignore_eos else frozenset(self.model.tokenizer.eos_ids)
 
-    @property
-    def backend(self) -> Backend:
-        """Which implementation of every kernel this job runs."""
-        return backend_for(self.model.decoder.device)
-
     def sequences(self, documents: list[Document], policies: list[Policy]) -> Sequences:
         """Prefilled sequences with room for every policy's drafts. Raises UserError past the model's context."""
-        k_max = max(p.k_max for p in policies)
         longest = max(len(d.prompt_ids) + d.new_tokens for d in documents)
-        self.model.config.check_context(longest)
-        s = Sequences(
-            self.model.decoder,
-            longest + k_max + 1,
-            len(documents),
-            history=history_spec(policies),
-            backend=self.backend,
-        )
+        s = empty_sequences(self.model, longest, len(documents), policies)
         s.prefill([d.prompt_ids for d in documents], [d.new_tokens for d in documents], self.stop_ids)
         return s
 
@@ -80,6 +67,18 @@ def load_job(model: ModelSettings, workload: Mapping[str, Any], split: str = "al
     built = build(spec, loaded.tokenizer)
     chosen = {d.index: d for part in split.split("+") for d in of_split(built, part)}
     return Job(loaded, model.name or loaded.config.name, spec, [chosen[index] for index in sorted(chosen)])
+
+
+def empty_sequences(model: LoadedModel, longest_tokens: int, batch: int, policies: list[Policy]) -> Sequences:
+    """Sequences with room for `longest_tokens` and every policy's drafts. Raises UserError past the model's context."""
+    model.config.check_context(longest_tokens)
+    return Sequences(
+        model.decoder,
+        longest_tokens + max(p.k_max for p in policies) + 1,
+        batch,
+        history=history_spec(policies),
+        backend=backend_for(model.decoder.device),
+    )
 
 
 def backend_for(device: torch.device | str) -> Backend:
@@ -128,7 +127,7 @@ def describe(job: Job, sampling: Sampling) -> dict[str, Any]:
             for d in job.documents
         ],
         "sampling": {name: getattr(sampling, name) for name in Sampling.__slots__},
-        "graph_mode": "none",
+        "graph_mode": "passes" if decoder.device.type == "cuda" else "none",
     }
 
 

@@ -93,11 +93,9 @@ class Sequences:
         if self.history is not None:
             self.history.save()
 
-    def rewind(self, limits: list[int] | None = None) -> None:
+    def rewind(self) -> None:
         """Back to the state right after `prefill`, so that another policy decodes the same prompts."""
         self.tokens = [t[:p] for t, p in zip(self.tokens, self.prompt_tokens)]
-        if limits is not None:
-            self.limits = np.array(limits, dtype=np.int64)
         self.done = self.limits <= 0
         self.cache.set_lengths(self.prompt_tokens - 1)
         if self.history is not None:

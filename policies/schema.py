@@ -164,6 +164,11 @@ def policy_from_mapping(value: object, where: str = "") -> Policy:
     return policy
 
 
+def plain_policy() -> Policy:
+    """Plain decoding, the baseline of every comparison."""
+    return Policy(name="plain", drafter=Drafter(kind="none"))
+
+
 def parse_controller(value: object, where: str) -> ControllerConfig:
     """Settings of the kind that `value["kind"]` names."""
     kind = value.get("kind") if isinstance(value, dict) else None

@@ -104,7 +104,7 @@ def print_surface(corners: Sequence[Corner]) -> None:
         cells = [found.get((context, batch)) for batch in batches]
         table.add_row(
             str(context),
-            *("-" if c is None else f"{c.k} ({c.speedup:.2f}){'*' if c.extrapolated else ''}" for c in cells),
+            *(corner_text(corner) for corner in cells),
         )
     table_console().print(table)
 

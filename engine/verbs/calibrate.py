@@ -23,9 +23,10 @@ from specdial.policies.artifact import claim_directory, provenance
 from specdial.policies.console import table_console
 from specdial.policies.errors import UserError
 from specdial.policies.fields import parse, setting, to_plain
-from specdial.policies.schema import DraftKV, Policy, policy_from_mapping
+from specdial.policies.schema import DraftKV, Policy, plain_policy, policy_from_mapping
 
 WARMUP_ROUNDS = 1
+PLAIN = plain_policy()
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +66,9 @@ def run(settings: Mapping[str, Any]) -> dict[str, Any]:
             return {"out": str(out), "rows": held.rows.num_rows}
     rows: list[dict[str, Any]] = []
     with progress("calibrate", len(s.contexts) * len(s.batches)) as bar:
+        prefilled = job.sequences(job.documents[:1], list(policies.values()))
         for batch in s.batches:
-            bench = _Bench(job, s, policies, batch)
+            bench = _Bench(job, s, policies, prefilled.repeated(batch))
             for context in s.contexts:
                 rows += bench.measure(context)
                 bar.advance(1, f"context {context}, batch {batch}")
@@ -89,15 +91,15 @@ def run(settings: Mapping[str, Any]) -> dict[str, Any]:
 class _Bench:
     """One batch of identical prompts, held at a chosen committed length."""
 
-    def __init__(self, job: Job, settings: Settings, policies: dict[tuple[int, int], Policy], batch: int) -> None:
+    def __init__(
+        self, job: Job, settings: Settings, policies: dict[tuple[int, int], Policy], sequences: Sequences
+    ) -> None:
         self.settings = settings
         self.kv_bytes = describe(job, Sampling())["model"]["kv_bytes_per_token"]
         self.weight_bytes = job.model.decoder.weight_bytes
         self.policies = policies
-        document = job.documents[0]
-        self.prompt = document.prompt_ids
-        self.sequences: Sequences = job.sequences([document], list(self.policies.values()))
-        self.sequences = self.sequences.repeated(batch)
+        self.prompt = job.documents[0].prompt_ids
+        self.sequences = sequences
 
     def measure(self, context: int) -> list[dict[str, Any]]:
         """Cost rows at one committed length."""
@@ -148,9 +150,6 @@ class _Bench:
             "n": len(values),
             "bytes": weights + batch * keys * self.kv_bytes,
         }
-
-
-PLAIN = policy_from_mapping({"drafter": {"kind": "none"}, "controller": {"kind": "none"}})
 
 
 def _policy(s: Settings, k: int, budget: int) -> Policy:

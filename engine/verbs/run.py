@@ -9,10 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from specdial.engine.job import ModelSettings, backend_for, history_spec
+from specdial.engine.job import ModelSettings, empty_sequences
 from specdial.engine.loop import Decoding, Round
 from specdial.engine.sampling import Sampling
-from specdial.engine.sequences import Sequences
 from specdial.engine.weights import load_model
 from specdial.policies.artifact import write_json_atomic
 from specdial.policies.errors import UserError
@@ -47,28 +46,21 @@ def run(settings: Mapping[str, Any]) -> dict[str, Any]:
     ids = tokenizer.chat([{"role": "user", "content": text}]) if s.chat else tokenizer.encode(text)
     if not ids:
         raise UserError("the prompt is empty", "give prompt=TEXT or prompt=@FILE")
-    model.config.check_context(len(ids) + s.new_tokens)
-    sequences = Sequences(
-        model.decoder,
-        len(ids) + s.new_tokens + policy.k_max + 1,
-        1,
-        history=history_spec([policy]),
-        backend=backend_for(model.decoder.device),
-    )
+    sequences = empty_sequences(model, len(ids) + s.new_tokens, 1, [policy])
     started_s = time.perf_counter()
     sequences.prefill([ids], [s.new_tokens], frozenset() if s.ignore_eos else frozenset(tokenizer.eos_ids))
     prefilled_s = time.perf_counter()
     rounds: list[Round] = []
-    shown = ""
+    stream, shown = tokenizer.stream(), ""
     for round_ in Decoding(sequences, policy, s.sampling, [0]).rounds():
         rounds.append(round_)
-        whole = tokenizer.decode(sequences.tokens[0][len(ids) :])
-        stable = whole.rstrip("\ufffd")  # an unfinished character is held back
-        if stable.startswith(shown):
-            sys.stdout.write(stable[len(shown) :])
-            sys.stdout.flush()
-            shown = stable
-    sys.stdout.write("\n")
+        piece = stream.push(round_.emitted[0])
+        sys.stdout.write(piece)
+        sys.stdout.flush()
+        shown += piece
+    rest = stream.finish()
+    sys.stdout.write(f"{rest}\n")
+    shown += rest
     metrics = _metrics(rounds, policy, prefilled_s - started_s, time.perf_counter() - prefilled_s)
     metrics |= {"prompt_tokens": len(ids), "model": s.model.name or model.config.name, "random_weights": model.random}
     print(_line(metrics), file=sys.stderr)

@@ -24,10 +24,10 @@ from specdial.policies.console import table_console
 from specdial.policies.errors import UserError
 from specdial.policies.fields import parse, setting, to_plain
 from specdial.policies.file import policy_digest, save_policy
-from specdial.policies.schema import Policy, policy_from_mapping
+from specdial.policies.schema import Policy, plain_policy, policy_from_mapping
 
 SCHEMA = "specdial/validation/1"
-PLAIN = policy_from_mapping({"name": "plain", "drafter": {"kind": "none"}, "controller": {"kind": "none"}})
+PLAIN = plain_policy()
 
 
 @dataclass(frozen=True, slots=True)
