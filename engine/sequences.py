@@ -15,15 +15,11 @@ from torch import Tensor
 from specdial.engine.cache import KVCache, round_up
 from specdial.engine.graphs import Graphs
 from specdial.engine.history import History, HistorySpec, Rows
-from specdial.engine.models.decoder import Attend, AttendCached, Decoder
+from specdial.engine.models.decoder import AttendCached, Decoder
+from specdial.engine.prefill import ROW_MULTIPLE, prefill_one
 from specdial.kernels import Backend
 from specdial.kernels.full_attention import full_attention
 from specdial.policies.errors import UserError
-
-PREFILL_TOKENS = 512
-# Rows of a verified block are padded to this multiple. Measured: CPU matrix products then give each row the same bits
-# whatever the block's length, so scores, and the drafts that follow from them, do not depend on how rounds fell.
-ROW_MULTIPLE = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +84,7 @@ class Sequences:
         if self.history is not None:
             self.history.clear()
         for b, prompt in enumerate(prompts):
-            self._prefill_one(b, prompt[:-1])
+            prefill_one(self, b, prompt[:-1])
         self.cache.set_lengths(self.prompt_tokens - 1)
         if self.history is not None:
             self.history.save()
@@ -188,41 +184,3 @@ class Sequences:
             if new and (new[-1] in self.stop_ids or self.remaining[b] <= 0):
                 self.done[b] = True
         self.cache.commit(rows)
-
-    def _prefill_one(self, b: int, tokens: list[int]) -> None:
-        """Chunked prefill of one sequence; its last rows go through the verification path for their rows."""
-        tail = min(self.history.spec.window, len(tokens)) if self.history is not None else 0
-        for start in range(0, len(tokens) - tail, PREFILL_TOKENS):
-            self._prefill_chunk(b, tokens[start : min(start + PREFILL_TOKENS, len(tokens) - tail)], start)
-        if tail and self.history is not None:
-            self._prefill_tail(self.history, b, tokens[-tail:], len(tokens) - tail)
-
-    def _prefill_chunk(self, b: int, tokens: list[int], start: int) -> None:
-        width = start + len(tokens)
-        causal = torch.ones(len(tokens), width, dtype=torch.bool, device=self.decoder.device).tril(start)  # [T, S]
-
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            self.cache.write_one(layer, b, start, k, v)
-            keys, values = self.cache.view_one(layer, b, width)
-            mixed = F.scaled_dot_product_attention(q.transpose(1, 2), keys, values, attn_mask=causal, enable_gqa=True)
-            return mixed.transpose(1, 2)
-
-        self._forward_one(tokens, start, attend)
-
-    def _prefill_tail(self, history: History, b: int, tokens: list[int], start: int) -> None:
-        padded = tokens + [0] * (round_up(len(tokens), ROW_MULTIPLE) - len(tokens))
-        width = self.cache.capacity_tokens if self.cache.on_gpu else self.cache.rounded(start + len(padded))
-        lengths = torch.tensor([start], device=self.decoder.device)
-        rows = history.rows(len(padded), 1)
-
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            self.cache.write_one(layer, b, start, k, v)
-            return history.attend(rows, layer, q, self.cache.view_one(layer, b, width), lengths)
-
-        self._forward_one(padded, start, attend)
-        history.push(rows, lengths, torch.tensor([len(tokens)], device=self.decoder.device), only=b)
-
-    def _forward_one(self, tokens: list[int], start: int, attend: Attend) -> None:
-        block = torch.tensor([tokens], device=self.decoder.device)
-        positions = torch.arange(start, start + len(tokens), device=self.decoder.device)[None]
-        self.decoder.forward(block, positions, attend)
