@@ -98,15 +98,16 @@ def _missing(container: Any, where: str) -> str | None:
 def _merge(policy: Policy, overrides: dict[str, Any]) -> dict[str, Any]:
     """The policy's mapping with overridden parts; a changed policy loses what was expected and measured of the old."""
     plain: dict[str, Any] = to_plain(policy)
+    whole = {part: to_plain(getattr(policy, part), complete=True) for part in PARTS}
     changed = False
     for part, value in overrides.items():
         given = {k: v for k, v in (value or {}).items() if v is not None}
         if not given:
             continue
-        same_kind = "kind" not in given or given["kind"] == plain[part].get("kind")
-        merged = {**plain[part], **given} if same_kind and part != "controller" else given
-        changed |= merged != plain[part]
-        plain[part] = merged
+        same_kind = "kind" not in given or given["kind"] == whole[part].get("kind")
+        merged = {**whole[part], **given} if same_kind and part != "controller" else given
+        if merged != whole[part]:
+            changed, plain[part] = True, merged
     if changed:
         if plain["drafter"]["kind"] == "none" and plain["controller"]["kind"] != "none":
             plain["drafter"] = {"kind": "sparse_self"}
@@ -115,7 +116,11 @@ def _merge(policy: Policy, overrides: dict[str, Any]) -> dict[str, Any]:
 
 
 def _name(plain: dict[str, Any]) -> str:
-    """What tells a changed policy from the others of a sweep: rate-k8-b256."""
-    controller = plain["controller"]
-    k = controller.get("k", controller.get("k_max", 0))
-    return f"{controller['kind']}-k{k}-b{plain['draft_kv']['budget']}"
+    """What tells a changed policy from the others of a sweep: rate-k8-b256, lookup-fixed-k4-b512."""
+    drafter, controller, kv = plain["drafter"], plain["controller"], plain["draft_kv"]
+    parts = [] if drafter["kind"] in ("none", "sparse_self") else [drafter["kind"]]
+    parts += [drafter["weights"]] if drafter.get("weights", "model") != "model" else []
+    parts += [controller["kind"], f"k{controller.get('k', controller.get('k_max', 0))}"]
+    parts += [f"f{kv['budget_frac']:g}" if kv.get("budget_frac") else f"b{kv['budget']}"]
+    parts += [f"{mark}{kv[name]:g}" for name, mark in (("decay", "d"), ("refresh_rounds", "r")) if kv.get(name, 1) != 1]
+    return "-".join([*parts, *(["lag"] if controller.get("lag") else [])])

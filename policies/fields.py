@@ -16,9 +16,15 @@ from specdial.policies.errors import UserError
 T = TypeVar("T")
 
 
-def setting(default: Any = dataclasses.MISSING, *, low: float | None = None, high: float | None = None) -> Any:
-    """A dataclass field with inclusive bounds that `parse` checks (for tuples, on every element)."""
-    return dataclasses.field(default=default, metadata={"low": low, "high": high})
+def setting(
+    default: Any = dataclasses.MISSING, *, low: float | None = None, high: float | None = None, later: bool = False
+) -> Any:
+    """A dataclass field with inclusive bounds that `parse` checks (for tuples, on every element).
+
+    later: the field is younger than files in use. `to_plain` leaves it out while at its default, so that those files
+    keep their bytes and their digests.
+    """
+    return dataclasses.field(default=default, metadata={"low": low, "high": high, "later": later})
 
 
 def parse(cls: type[T], value: object, where: str = "") -> T:
@@ -47,15 +53,23 @@ def parse(cls: type[T], value: object, where: str = "") -> T:
     return cls(**arguments)
 
 
-def to_plain(value: Any) -> Any:
-    """The mapping `parse` reads back: dataclasses to dicts in field order, tuples to lists."""
+def to_plain(value: Any, *, complete: bool = False) -> Any:
+    """The mapping `parse` reads back: dataclasses to dicts in field order, tuples to lists.
+
+    complete: with the `later` settings that are at their defaults.
+    """
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {f.name: to_plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        kept = [f for f in dataclasses.fields(value) if complete or not _left_out(f, value)]
+        return {f.name: to_plain(getattr(value, f.name), complete=complete) for f in kept}
     if isinstance(value, (list, tuple)):
-        return [to_plain(item) for item in value]
+        return [to_plain(item, complete=complete) for item in value]
     if isinstance(value, Mapping):
-        return {str(key): to_plain(item) for key, item in value.items()}
+        return {str(key): to_plain(item, complete=complete) for key, item in value.items()}
     return value
+
+
+def _left_out(field: Any, value: Any) -> bool:
+    return bool(field.metadata.get("later")) and getattr(value, field.name) == field.default
 
 
 def _convert(hint: Any, value: object, path: str) -> Any:

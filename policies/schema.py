@@ -4,55 +4,24 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from specdial.policies.controllers import CONTROLLERS, ControllerConfig, NoneConfig, RateConfig, longest_draft
+from specdial.policies.drafting import DRAFT_KV_USES, MOST_KEYS, Drafter, DraftKV, refuse_unused
 from specdial.policies.errors import UserError
 from specdial.policies.fields import parse, setting, to_plain
 
 SCHEMA = "specdial/policy/1"
-MOST_KEYS = 1 << 24  # beyond any context
 
-
-@dataclass(frozen=True, slots=True)
-class Drafter:
-    """What proposes tokens. sparse_self: the target itself over a selection."""
-
-    kind: Literal["none", "sparse_self"] = "sparse_self"
-
-
-@dataclass(frozen=True, slots=True)
-class DraftKV:
-    """The selection a draft reads, per layer: sink ∪ top by score ∪ recent.
-
-    budget: keys per kv head, sink and recent included. window: committed query rows summed into a key's score.
-    scope: kv_head gives every kv head its own selection; layer shares one within a layer; model shares one in all.
-    page: keys scored and chosen together, 1 for single keys; sink and recent are rounded up to whole pages.
-    """
-
-    budget: int = setting(512, low=1, high=MOST_KEYS)
-    sink: int = setting(4, low=0, high=MOST_KEYS)
-    recent: int = setting(64, low=0, high=MOST_KEYS)
-    window: int = setting(16, low=1, high=256)
-    scope: Literal["kv_head", "layer", "model"] = "kv_head"
-    page: Literal[1, 16, 32, 64] = 1
-
-    @property
-    def sink_pages(self) -> int:
-        return -(-self.sink // self.page)
-
-    @property
-    def recent_pages(self) -> int:
-        return -(-self.recent // self.page)
-
-    def check(self, where: str = "draft_kv") -> None:
-        if self.budget % self.page:
-            cause = f"{where}.budget is {self.budget}, not whole pages of {self.page}"
-            raise UserError(cause, f"use a multiple of {self.page}", field=f"{where}.budget")
-        protected = (self.sink_pages + self.recent_pages) * self.page
-        if protected > self.budget:
-            raise UserError(
-                f"{where}.budget is {self.budget}, smaller than sink + recent = {protected}",
-                "raise the budget or lower sink or recent",
-                field=f"{where}.budget",
-            )
+__all__ = [
+    "MOST_KEYS",
+    "SCHEMA",
+    "Cell",
+    "DraftKV",
+    "Drafter",
+    "Policy",
+    "VerifyKV",
+    "parse_controller",
+    "plain_policy",
+    "policy_from_mapping",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +120,12 @@ def policy_from_mapping(value: object, where: str = "") -> Policy:
     controller = parse_controller(content.pop("controller", {"kind": "none"}), f"{prefix}controller")
     policy = replace(parse(Policy, content, where), controller=controller)
     _check_name(policy.name, f"{prefix}name")
+    policy.drafter.check(f"{prefix}drafter")
     policy.draft_kv.check(f"{prefix}draft_kv")
+    refuse_unused(policy.draft_kv, policy.drafter.kind, DRAFT_KV_USES, f"{prefix}draft_kv")
+    if policy.drafter.kind == "quest" and policy.draft_kv.page == 1:
+        field = f"{prefix}draft_kv.page"
+        raise UserError(f"{field} is 1, and drafter quest chooses whole pages", "use 16, 32 or 64", field=field)
     if policy.drafter.kind == "none" and longest_draft(controller) > 0:
         raise UserError(
             f"{prefix}drafter none cannot serve controller {controller.kind}",

@@ -17,7 +17,7 @@ from typing import Literal
 
 import numpy as np
 
-from specdial.policies.controllers.base import Bools, Controller, Floats, Ints, Signals
+from specdial.policies.controllers.base import Bools, Controller, Floats, Ints, Signals, at, newest
 from specdial.policies.fields import setting
 
 
@@ -27,7 +27,7 @@ class RateConfig:
 
     gamma: draft cost per token over verification cost. k_set: the draft lengths allowed, () for 1..k_max.
     beta: memory of the running centres and of the acceptance rate; accepted_nats, rejected_nats and acceptance are
-    their cold start.
+    their cold start. lag: see controllers.base; a lagging lane may stop one past a length of k_set.
     """
 
     kind: Literal["rate"] = "rate"
@@ -42,6 +42,7 @@ class RateConfig:
     accepted_nats: float = setting(0.3, low=0.0)
     rejected_nats: float = setting(2.0, low=0.0)
     acceptance: float = setting(0.8, low=0.0, high=1.0)
+    lag: Literal[0, 1] = setting(0, later=True)
 
 
 class Rate(Controller):
@@ -52,6 +53,7 @@ class Rate(Controller):
     def __init__(self, configs: Sequence[RateConfig]) -> None:
         allowed = [_allowed(c) for c in configs]
         self.k_max = np.array([ks[-1] for ks in allowed], dtype=np.int64)
+        self.lag = np.array([c.lag for c in configs], dtype=np.int64)
         self.next_k = np.array([_next_table(ks, int(self.k_max.max())) for ks in allowed], dtype=np.int64)  # [N, K+1]
         self.may_stop = np.array(
             [[m in ks for m in range(self.next_k.shape[1])] for ks in map(set, allowed)], dtype=np.bool_
@@ -73,21 +75,18 @@ class Rate(Controller):
             logit = np.where(self.paper, centres, logit)
         return _sigmoid(logit)
 
-    def draft_more(self, depth: int, signals: Signals) -> Bools:
-        if depth == 0:
-            self._expected[:] = 1.0
-            self._survival[:] = 1.0
-        else:
-            self._survival *= self.probability(signals.entropy_nats[:, depth - 1])
-            self._expected += self._survival
-        column = min(depth, self.next_k.shape[1] - 1)
-        target = self.next_k[:, column]
-        ahead = np.maximum(target - depth, 0)
-        future = self._survival * _geometric(self.acceptance, ahead)
-        rate_now = self._expected / (depth * self.gamma + 1.0)
+    def _go_on(self, seen: Ints, signals: Signals) -> Bools:
+        fresh = seen == 0
+        self._survival *= self.probability(newest(signals.entropy_nats, seen))
+        self._survival[fresh] = 1.0
+        self._expected += self._survival
+        self._expected[fresh] = 1.0
+        column = np.minimum(seen, self.next_k.shape[1] - 1)
+        target = at(self.next_k, column)
+        future = self._survival * _geometric(self.acceptance, np.maximum(target - seen, 0))
+        rate_now = self._expected / (seen * self.gamma + 1.0)
         rate_then = (self._expected + future) / (target * self.gamma + 1.0)
-        go_on = (rate_then > rate_now) | ~self.may_stop[:, column]
-        return go_on & (depth < self.k_max)
+        return np.asarray((rate_then > rate_now) | ~at(self.may_stop, column))
 
     def observe(self, k: Ints, accepted: Ints, signals: Signals, active: Bools) -> None:
         for depth in range(int(k[active].max(initial=0))):

@@ -6,7 +6,7 @@ from typing import Literal
 
 import numpy as np
 
-from specdial.policies.controllers.base import Bools, Controller, Signals
+from specdial.policies.controllers.base import Bools, Controller, Ints, Signals, newest
 from specdial.policies.fields import setting
 
 
@@ -27,21 +27,26 @@ class FixedConfig:
 
 @dataclass(frozen=True, slots=True)
 class EntropyConfig:
-    """Draft while 1 - sqrt(coefficient * H) >= threshold, H the entropy of the last draft in nats (AdaEDL, eq. 6)."""
+    """Draft while 1 - sqrt(coefficient * H) >= threshold, H the entropy of the last draft in nats (AdaEDL, eq. 6).
+
+    lag: see controllers.base.
+    """
 
     kind: Literal["entropy"] = "entropy"
     k_max: int = setting(8, low=1, high=64)
     coefficient: float = setting(0.2, low=0.0)
     threshold: float = setting(0.4, low=-10.0, high=1.0)
+    lag: Literal[0, 1] = setting(0, later=True)
 
 
 @dataclass(frozen=True, slots=True)
 class ConfidenceConfig:
-    """Draft while the last draft's top-1 probability is at least threshold."""
+    """Draft while the last draft's top-1 probability is at least threshold. lag: see controllers.base."""
 
     kind: Literal["confidence"] = "confidence"
     k_max: int = setting(8, low=1, high=64)
     threshold: float = setting(0.4, low=0.0, high=1.0)
+    lag: Literal[0, 1] = setting(0, later=True)
 
 
 class NoDraft(Controller):
@@ -52,9 +57,10 @@ class NoDraft(Controller):
 
     def __init__(self, configs: Sequence[NoneConfig]) -> None:
         self.k_max = np.zeros(len(configs), dtype=np.int64)
+        self.lag = np.zeros(len(configs), dtype=np.int64)
 
-    def draft_more(self, depth: int, signals: Signals) -> Bools:
-        return np.zeros(len(self.k_max), dtype=np.bool_)
+    def _go_on(self, seen: Ints, signals: Signals) -> Bools:
+        return np.zeros(len(seen), dtype=np.bool_)
 
 
 class Fixed(Controller):
@@ -65,9 +71,10 @@ class Fixed(Controller):
 
     def __init__(self, configs: Sequence[FixedConfig]) -> None:
         self.k_max = np.array([c.k for c in configs], dtype=np.int64)
+        self.lag = np.zeros(len(configs), dtype=np.int64)
 
-    def draft_more(self, depth: int, signals: Signals) -> Bools:
-        return depth < self.k_max
+    def _go_on(self, seen: Ints, signals: Signals) -> Bools:
+        return np.ones(len(seen), dtype=np.bool_)
 
 
 class Entropy(Controller):
@@ -77,14 +84,13 @@ class Entropy(Controller):
 
     def __init__(self, configs: Sequence[EntropyConfig]) -> None:
         self.k_max = np.array([c.k_max for c in configs], dtype=np.int64)
+        self.lag = np.array([c.lag for c in configs], dtype=np.int64)
         self.coefficient = np.array([c.coefficient for c in configs])
         self.threshold = np.array([c.threshold for c in configs])
 
-    def draft_more(self, depth: int, signals: Signals) -> Bools:
-        if depth == 0:
-            return self.k_max > 0
-        bound = 1.0 - np.sqrt(self.coefficient * signals.entropy_nats[:, depth - 1])
-        return (depth < self.k_max) & (bound >= self.threshold)
+    def _go_on(self, seen: Ints, signals: Signals) -> Bools:
+        bound = 1.0 - np.sqrt(self.coefficient * newest(signals.entropy_nats, seen))
+        return np.asarray((seen == 0) | (bound >= self.threshold))
 
 
 class Confidence(Controller):
@@ -94,9 +100,8 @@ class Confidence(Controller):
 
     def __init__(self, configs: Sequence[ConfidenceConfig]) -> None:
         self.k_max = np.array([c.k_max for c in configs], dtype=np.int64)
+        self.lag = np.array([c.lag for c in configs], dtype=np.int64)
         self.threshold = np.array([c.threshold for c in configs])
 
-    def draft_more(self, depth: int, signals: Signals) -> Bools:
-        if depth == 0:
-            return self.k_max > 0
-        return (depth < self.k_max) & (signals.top1_prob[:, depth - 1] >= self.threshold)
+    def _go_on(self, seen: Ints, signals: Signals) -> Bools:
+        return np.asarray((seen == 0) | (newest(signals.top1_prob, seen) >= self.threshold))

@@ -36,6 +36,10 @@ def configs(kind):
     return built.filter(lambda c: max(getattr(c, "k_set", ()), default=0) <= getattr(c, "k_max", DEPTH))
 
 
+def without_lag(config):
+    return dataclasses.replace(config, lag=0) if hasattr(config, "lag") else config
+
+
 def signals_of(seed, lanes):
     """Signals of ROUNDS rounds, and how many leading drafts the target would accept in each: [R, N]."""
     generator = np.random.default_rng(seed)
@@ -122,10 +126,37 @@ class TestContract:
         with np.errstate(invalid="ignore"):
             np.testing.assert_array_equal(history(make_controller([config] * 3), soiled, luck, active), clean)
 
+    @settings(max_examples=40, deadline=None)
+    @given(data=st.data(), seed=st.integers(0, 2**32 - 1))
+    def test_with_lag_it_does_after_d_drafts_what_it_would_have_done_after_one_fewer(self, kind, data, seed):
+        """Lanes of mixed lag, each beside an unlagged twin that learns from the same rounds; what is late reads NaN."""
+        lanes = data.draw(st.lists(configs(kind), min_size=1, max_size=4))
+        lagged, twins = make_controller(lanes), make_controller([without_lag(config) for config in lanes])
+        rounds, luck = signals_of(seed, len(lanes))
+        everyone = np.ones(len(lanes), np.bool_)
+        for signals, drawn in zip(rounds, luck):
+            rule = np.array([twins.draft_more(d, signals) for d in range(DEPTH)])  # [DEPTH, N]
+            going, k = everyone, np.zeros(len(lanes), np.int64)
+            for d in range(DEPTH):
+                read = np.where(np.arange(DEPTH) < d - lagged.lag[:, None], 0.0, np.nan)
+                with np.errstate(invalid="ignore"):
+                    more = lagged.draft_more(d, Signals(*(getattr(signals, name) + read for name in SIGNALS)))
+                expected = [rule[max(d - lag, 0), n] and d < lagged.k_max[n] for n, lag in enumerate(lagged.lag)]
+                assert more[going].tolist() == np.array(expected)[going].tolist()
+                going = going & more
+                k += going
+            for controller in (lagged, twins):
+                controller.observe(k, np.minimum(k, drawn), signals, everyone)
+
     @given(data=st.data())
     def test_its_settings_survive_a_round_trip(self, kind, data):
         config = data.draw(configs(kind))
         assert parse_controller(to_plain(config), "controller") == config
+
+    def test_it_lags_only_where_it_looks_at_signals(self, kind):
+        config = CONTROLLERS[kind][0]
+        lags = [config(lag=1), config()] if CONTROLLERS[kind][1].adaptive else [config(), config()]
+        assert make_controller(lags).lag.tolist() == ([1, 0] if CONTROLLERS[kind][1].adaptive else [0, 0])
 
     def test_its_kind_is_its_name_in_the_registry(self, kind):
         config_class, controller_class = CONTROLLERS[kind]

@@ -44,6 +44,13 @@ lossless: true
 expected: {speedup: 1.5, low: null}
 """
 
+DRAFTERS = [
+    {"kind": "sparse_self", "weights": "fp8"},
+    {"kind": "model", "model": "a"},
+    {"kind": "model", "model": "b"},
+    {"kind": "lookup"},
+    {"kind": "lookup", "ngram": 5},
+]
 names = st.text(st.characters(codec="utf-8", exclude_categories=["C", "Z"]), min_size=1, max_size=20).filter(
     lambda name: not name.startswith(".") and "/" not in name and "\\" not in name
 )
@@ -57,7 +64,12 @@ controllers = st.one_of(
     st.just({"kind": "none"}),
     st.builds(lambda k: {"kind": "fixed", "k": k}, st.integers(1, 64)),
     st.builds(lambda k, t: {"kind": "entropy", "k_max": k, "threshold": t}, st.integers(1, 64), st.floats(-10, 1)),
-    st.builds(lambda k, t: {"kind": "confidence", "k_max": k, "threshold": t}, st.integers(1, 64), st.floats(0, 1)),
+    st.builds(
+        lambda k, t, lag: {"kind": "confidence", "k_max": k, "threshold": t, "lag": lag},
+        st.integers(1, 64),
+        st.floats(0, 1),
+        st.integers(0, 1),
+    ),
     st.builds(
         lambda form, g, ks: {"kind": "rate", "form": form, "k_max": 64, "gamma": g, "k_set": ks},
         st.sampled_from(["calibrated", "paper"]),
@@ -66,11 +78,23 @@ controllers = st.one_of(
     ),
 )
 draft_kvs = st.builds(
-    lambda sink, recent, more, scope: {"budget": sink + recent + more, "sink": sink, "recent": recent, "scope": scope},
+    lambda sink, recent, size, scope, decay, refresh: {
+        **size(sink + recent),
+        "sink": sink,
+        "recent": recent,
+        "scope": scope,
+        "decay": decay,
+        "refresh_rounds": refresh,
+    },
     st.integers(0, 64),
     st.integers(0, 64),
-    st.integers(1, 4096),
+    st.one_of(
+        st.integers(1, 4096).map(lambda more: lambda least: {"budget": least + more}),
+        st.floats(0.001, 1.0).map(lambda frac: lambda least: {"budget_frac": frac}),
+    ),
     st.sampled_from(["kv_head", "layer"]),
+    st.floats(0.1, 1.0),
+    st.integers(0, 9),
 )
 cells = st.builds(
     lambda low, more, controller: {
@@ -127,7 +151,8 @@ def test_there_are_built_in_policies():
 
 @pytest.mark.parametrize("kind", CONTROLLERS)
 def test_the_conf_group_holds_the_defaults(kind):
-    assert yaml.safe_load((CONF / "controller" / f"{kind}.yaml").read_text()) == to_plain(CONTROLLERS[kind][0]())
+    defaults = to_plain(CONTROLLERS[kind][0](), complete=True)
+    assert yaml.safe_load((CONF / "controller" / f"{kind}.yaml").read_text()) == defaults
 
 
 def test_the_conf_group_knows_every_kind():
@@ -145,8 +170,17 @@ def test_the_conf_group_knows_every_kind():
         ("name: mine", "speed: 7", "unknown field speed (line 2); use one of name, drafter"),
         ("name: mine", "speed-up: 7", "unknown field speed-up (line 2)"),
         ("name: mine", "'a\\nb': 7", "(line 2)"),
-        ("kind: sparse_self", "kind: eagle", "drafter.kind is 'eagle' (line 4); use one of none, sparse_self"),
+        ("kind: sparse_self", "kind: eagle", "drafter.kind is 'eagle' (line 4); use one of none, sparse_self, model"),
         ("kind: sparse_self", "kind: none", "drafter none cannot serve controller rate (line 3)"),
+        ("kind: sparse_self", "kind: model", "drafter.model is missing (line 3)"),
+        ("kind: sparse_self", "ngram: 5", "drafter.ngram is 5, which drafter sparse_self does not use (line 4)"),
+        ("k_max: 8", "lag: 2", "controller.lag is 2 (line 7); use one of 0, 1"),
+        ("sink: 4", "decay: 0", "draft_kv.decay is 0 (line 11); use more than 0"),
+        (
+            "sink: 4",
+            "budget_frac: 0.1",
+            "cells[1].overrides.draft_kv.budget is 256, which budget_frac 0.1",
+        ),
         ("kind: rate", "kind: magic", "controller.kind is 'magic' (line 6); use one of none, fixed"),
         ("kind: rate", "kind: [rate]", "controller.kind is ['rate'] (line 6)"),
         ("  kind: rate\n", "", "controller.kind is None (line 5)"),
@@ -281,14 +315,27 @@ def other_values(config):
 
 
 def test_the_digest_changes_with_every_decision():
-    policy = parse_policy(TEXT.replace("k_max: 8", "k_max: 4"))
+    whole = parse_policy(TEXT.replace("k_max: 8", "k_max: 4"))
+    policy = replace(whole, cells=())
     plain = to_plain(policy)
-    changed = [{**plain, "cells": []}]
+    changed = [to_plain(whole), *({**plain, "drafter": drafter} for drafter in DRAFTERS)]
     for part in ("controller", "draft_kv"):
         for name, value in other_values(getattr(policy, part)):
             changed.append({**plain, part: {**plain[part], name: min(value, 64) if name == "k_max" else value}})
     digests = [policy_digest(policy), *(policy_digest(policy_from_mapping(mapping)) for mapping in changed)]
-    assert len(set(digests)) == len(digests) > 14
+    assert len(set(digests)) == len(digests) > 22
+
+
+def test_files_and_digests_from_before_a_setting_existed_stay_as_they_were():
+    """Digests of the built-in policies as the first release computed them."""
+    path = BUILTIN[0].parent / "sparse_self_rate.yaml"
+    assert "lag" not in dump_policy(load_policy(path))
+    assert policy_digest(load_policy(path)) == "3c8fc43d247c5c9b1a8838f66cb79b94ff33ab92f7cab8c7aa2373d519ed0f3e"
+    whole = to_plain(load_policy(path), complete=True)
+    del whole["expected"], whole["measured"], whole["provenance"]
+    assert whole["controller"]["lag"] == 0
+    assert whole["draft_kv"]["refresh_rounds"] == 1
+    assert policy_from_mapping(whole) == load_policy(path)
 
 
 def test_an_empty_policy_is_plain_and_says_so():

@@ -1,0 +1,142 @@
+"""What proposes tokens, and which cached keys it reads to do so."""
+
+import math
+from collections.abc import Container, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Literal
+
+from specdial.policies.errors import UserError
+from specdial.policies.fields import setting
+
+MOST_KEYS = 1 << 24  # beyond any context
+DEFAULT_BUDGET, DEFAULT_WINDOW = 512, 16
+
+# Settings that only some kinds of drafter use; `none` uses and refuses none of draft_kv.
+DRAFTER_USES = {"weights": ("sparse_self",), "model": ("model",), "ngram": ("lookup",)}
+DRAFT_KV_USES = {
+    "budget_frac": ("none", "sparse_self", "quest"),
+    "decay": ("none", "sparse_self"),
+    "refresh_rounds": ("none", "sparse_self"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Drafter:
+    """What proposes tokens.
+
+    sparse_self: the target itself over a selection (SparseSpec-L). quest: the target itself over the pages whose key
+    summaries promise each query most (Quest). model: another model. lookup: what followed the last tokens earlier in
+    the text (prompt lookup).
+
+    weights: sparse_self; fp8 drafts with float8 copies of the weights, verification keeps the model's own, so that it
+    stays lossless. model: model; where the drafting model comes from, as `load_model` takes it. ngram: lookup; the
+    most last tokens that are looked up, tokens.
+    """
+
+    kind: Literal["none", "sparse_self", "model", "lookup", "quest"] = "sparse_self"
+    weights: Literal["model", "fp8"] = setting("model", later=True)
+    model: str = setting("", later=True)
+    ngram: int = setting(3, low=1, high=16, later=True)
+
+    @property
+    def label(self) -> str:
+        """Under which cost tables file it: the kind, and weights other than the model's own."""
+        return self.kind if self.weights == "model" else f"{self.kind}/{self.weights}"
+
+    def check(self, where: str = "drafter") -> None:
+        """Raises UserError where a setting is given that the kind does not use, or one is missing that it needs."""
+        refuse_unused(self, self.kind, DRAFTER_USES, where)
+        if self.kind == "model" and not self.model:
+            raise UserError(f"{where}.model is missing", "name the drafting model", field=f"{where}.model")
+
+
+@dataclass(frozen=True, slots=True)
+class DraftKV:
+    """The selection a draft reads, per layer: sink ∪ top by score ∪ recent, and every key committed since.
+
+    budget: keys per kv head, sink and recent included. budget_frac: instead of budget, that fraction of the prompt's
+    tokens, 0 for budget itself; see `resolved`. window: committed query rows summed into a key's score.
+    decay: below 1, instead of the window, a decayed sum over all committed rows: score <- decay * score + row at each.
+    refresh_rounds: a selection is chosen anew every so many rounds; 0 once, at prefill, and never again (MagicDec's
+    static selections). Keys committed since it was chosen belong to the tail that is always visible.
+    scope: kv_head gives every kv head its own selection; layer shares one within a layer; model shares one in all.
+    page: keys scored and chosen together, 1 for single keys; sink and recent are rounded up to whole pages.
+    """
+
+    budget: int = setting(DEFAULT_BUDGET, low=1, high=MOST_KEYS)
+    sink: int = setting(4, low=0, high=MOST_KEYS)
+    recent: int = setting(64, low=0, high=MOST_KEYS)
+    window: int = setting(DEFAULT_WINDOW, low=1, high=256)
+    scope: Literal["kv_head", "layer", "model"] = "kv_head"
+    page: Literal[1, 16, 32, 64] = 1
+    budget_frac: float = setting(0.0, low=0.0, high=1.0, later=True)
+    decay: float = setting(1.0, low=0.0, high=1.0, later=True)
+    refresh_rounds: int = setting(1, low=0, high=1 << 16, later=True)
+
+    @property
+    def sink_pages(self) -> int:
+        return -(-self.sink // self.page)
+
+    @property
+    def recent_pages(self) -> int:
+        return -(-self.recent // self.page)
+
+    @property
+    def protected_tokens(self) -> int:
+        """Sink and recent in whole pages: the least a budget can be, keys."""
+        return (self.sink_pages + self.recent_pages) * self.page
+
+    def resolved(self, prompt_tokens: int) -> "DraftKV":
+        """The same selection with a budget in keys, as it stands when decoding of such a prompt starts.
+
+        budget_frac of the prompt's tokens, rounded up to whole pages, at least sink and recent.
+        """
+        if self.budget_frac == 0.0:
+            return self
+        keys = math.ceil(round(self.budget_frac * prompt_tokens, 6))  # 0.1 * 30 is 3.0000000000000004
+        budget = max(-(-keys // self.page) * self.page, self.protected_tokens, 1)
+        return replace(self, budget=budget, budget_frac=0.0)
+
+    def check(self, where: str = "draft_kv") -> None:
+        """Raises UserError where settings contradict each other."""
+        self._check_budget(where)
+        if self.decay == 0.0:
+            raise UserError(f"{where}.decay is 0", "use more than 0", field=f"{where}.decay")
+        if self.decay < 1.0 and self.window != DEFAULT_WINDOW:
+            raise UserError(
+                f"{where}.window is {self.window}, which decay {self.decay:g} does not use",
+                f"leave it at {DEFAULT_WINDOW} or set decay to 1",
+                field=f"{where}.window",
+            )
+
+    def _check_budget(self, where: str) -> None:
+        field = f"{where}.budget"
+        if self.budget_frac > 0.0:
+            if self.budget != DEFAULT_BUDGET:
+                raise UserError(
+                    f"{field} is {self.budget}, which budget_frac {self.budget_frac:g} does not use",
+                    f"leave it at {DEFAULT_BUDGET} or set budget_frac to 0",
+                    field=field,
+                )
+            return
+        if self.budget % self.page:
+            cause = f"{field} is {self.budget}, not whole pages of {self.page}"
+            raise UserError(cause, f"use a multiple of {self.page}", field=field)
+        if self.protected_tokens > self.budget:
+            raise UserError(
+                f"{field} is {self.budget}, smaller than sink + recent = {self.protected_tokens}",
+                "raise the budget or lower sink or recent",
+                field=field,
+            )
+
+
+def refuse_unused(settings: Drafter | DraftKV, kind: str, uses: Mapping[str, Container[str]], where: str) -> None:
+    """Raises UserError where a setting of `uses` is not at its default though the kind of drafter does not use it."""
+    for f in fields(settings):
+        value = getattr(settings, f.name)
+        if value != f.default and kind not in uses.get(f.name, (kind,)):
+            raise UserError(
+                f"{where}.{f.name} is {value!r}, which drafter {kind} does not use",
+                f"leave it at {f.default!r}",
+                field=f"{where}.{f.name}",
+            )
