@@ -10,6 +10,7 @@ from specdial.engine.workloads.needle import build_needle
 from specdial.engine.workloads.packing import place
 from specdial.engine.workloads.running_text import build_book, build_stdlib
 from specdial.engine.workloads.spec import SPLITS, Document, Draft, Tokenizer, WorkloadSpec
+from specdial.engine.workloads.summary import build_summary
 from specdial.policies.errors import UserError
 
 __all__ = ["KINDS", "SPLITS", "Document", "Draft", "Tokenizer", "WorkloadSpec", "build", "check_answer", "of_split"]
@@ -19,6 +20,7 @@ KINDS = {
     "book": build_book,
     "file": build_file,
     "needle": build_needle,
+    "summary": build_summary,
 }
 
 
@@ -26,7 +28,8 @@ def build(spec: WorkloadSpec, tokenizer: Tokenizer) -> list[Document]:
     """The documents of a workload: the same ones for the same spec, tokenizer and source text.
 
     Every prompt has exactly spec.context_tokens ids, `file` with keep_short excepted. Documents share no source text
-    (`needle` may, and says so in meta). Raises UserError for an unknown kind and for a source that is too small.
+    (`needle` may, and says so in meta; with spec.stride_tokens, those of one split may). Raises UserError for an
+    unknown kind and for a source that is too small.
     """
     if spec.kind not in KINDS:
         raise UserError(f"unknown workload kind {spec.kind!r}", f"use one of: {', '.join(KINDS)}")

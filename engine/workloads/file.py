@@ -12,8 +12,9 @@ import random
 from pathlib import Path
 from typing import Any
 
-from specdial.engine.workloads.packing import enough, pack, shuffled
-from specdial.engine.workloads.sources import paragraphs
+from specdial.engine.workloads.packing import enough
+from specdial.engine.workloads.running_text import build_text
+from specdial.engine.workloads.sources import paragraphs, read_text
 from specdial.engine.workloads.spec import Draft, Tokenizer, WorkloadSpec
 from specdial.policies.errors import UserError
 
@@ -24,27 +25,22 @@ def build_file(spec: WorkloadSpec, tokenizer: Tokenizer) -> list[Draft]:
     """Prompts from spec.path. Raises UserError for a file that is missing, damaged, empty, or too small."""
     if not spec.path:
         raise UserError("workload=file has no file", "set workload.path to a .txt or .jsonl file")
-    path = Path(spec.path).expanduser()
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as e:
-        raise UserError(f"cannot read {path}: {e.strerror}", "set workload.path to a readable file") from e
-    except UnicodeDecodeError as e:
-        raise UserError(f"{path} is not UTF-8 at byte {e.start}", "convert it to UTF-8") from e
-    if not text.strip():
-        raise UserError(f"{path} is empty", "set workload.path to a file with text")
+    path, text = read_text(spec.path)
     return (_from_lines if path.suffix == ".jsonl" else _from_text)(path, text, spec, tokenizer)
 
 
 def _from_text(path: Path, text: str, spec: WorkloadSpec, tokenizer: Tokenizer) -> list[Draft]:
-    drafts = list(pack(paragraphs(path.name, text), tokenizer, spec))
-    if not drafts and spec.keep_short:
-        ids = tokenizer.encode(text, add_special=True)[: spec.context_tokens]
-        drafts = [Draft(path.name, ids, meta={"source": [[path.name, 0, len(text)]]})]
-    return enough(shuffled(drafts, spec), spec, str(path))
+    if spec.keep_short:
+        ids = tokenizer.encode(text, add_special=True)
+        if len(ids) < spec.context_tokens + spec.new_tokens:
+            source = [[path.name, 0, len(text)]]
+            return enough([Draft(path.name, ids[: spec.context_tokens], meta={"source": source})], spec, str(path))
+    return build_text(paragraphs(path.name, text), str(path), spec, tokenizer)
 
 
 def _from_lines(path: Path, text: str, spec: WorkloadSpec, tokenizer: Tokenizer) -> list[Draft]:
+    if spec.stride_tokens is not None:
+        raise UserError("lines of a .jsonl file have no workload.stride_tokens", "leave it out or give a .txt file")
     rows = _rows(path, text)
     order = random.Random(f"{spec.seed}:lines").sample(range(len(rows)), len(rows))
     drafts: list[Draft] = []

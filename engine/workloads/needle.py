@@ -58,6 +58,8 @@ def build_needle(spec: WorkloadSpec, tokenizer: Tokenizer) -> list[Draft]:
     """Needle prompts. Raises UserError when the context cannot hold the needles and the question."""
     if spec.needles > len(NAMES):
         raise UserError(f"workload.needles is {spec.needles}", f"give at most {len(NAMES)}")
+    if spec.stride_tokens is not None:
+        raise UserError("workload=needle has no workload.stride_tokens", "leave it out: filler repeats where it must")
     ring = filler_passages(spec.filler)
     encode = cache(lambda text: tuple(tokenizer.encode(text)))
     prefix = tokenizer.encode("", add_special=True)

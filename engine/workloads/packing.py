@@ -1,5 +1,7 @@
 """From passages to prompts of an exact length that share no text, and from prompts to splits.
 
+Prompts that do share text, because the workload asks for it with stride_tokens, are cut in overlap.py.
+
 Assembly is in token space: passages are joined, encoded together, and the ids are cut at context_tokens. A document
 claims every passage it touches, and claims new_tokens more than its prompt, so that neither another document's prompt
 nor its natural continuation can come from the same text.
@@ -7,21 +9,45 @@ nor its natural continuation can come from the same text.
 
 import random
 from collections.abc import Iterable, Iterator
-from itertools import pairwise
+from dataclasses import dataclass
 
 from specdial.engine.workloads.sources import Passage
 from specdial.engine.workloads.spec import SPLITS, Document, Draft, Tokenizer, WorkloadSpec
 from specdial.policies.errors import UserError
 
 
-def pack(passages: Iterable[Passage], tokenizer: Tokenizer, spec: WorkloadSpec) -> Iterator[Draft]:
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """What stands round the text of a prompt: ids before it and after it; beyond_tokens: text claimed past its cut."""
+
+    before: list[int]
+    after: list[int]
+    beyond_tokens: int
+
+    def body_tokens(self, spec: WorkloadSpec) -> int:
+        """Tokens of text in a prompt."""
+        return spec.context_tokens - len(self.before) - len(self.after)
+
+    def draft(self, run: list[Passage], ids: list[int], spec: WorkloadSpec) -> Draft:
+        """The prompt that starts with a run of passages, whose text is `ids`."""
+        first = run[0]
+        name = first.source if first.start_char == 0 else f"{first.source}@{first.start_char}"
+        prompt = [*self.before, *ids[: self.body_tokens(spec)], *self.after]
+        return Draft(name, prompt, meta={"source": claims(run)})
+
+
+def bare(tokenizer: Tokenizer, spec: WorkloadSpec) -> Frame:
+    """Nothing but the model's begin mark; the natural continuation is claimed too."""
+    return Frame(tokenizer.encode("", add_special=True), [], spec.new_tokens)
+
+
+def pack(passages: Iterable[Passage], tokenizer: Tokenizer, spec: WorkloadSpec, frame: Frame) -> Iterator[Draft]:
     """Yields prompts of exactly context_tokens, each the start of a run of passages, in the order given.
 
     The cut falls wherever the length puts it, so a prompt usually ends inside a passage; what is left of the last
     passage is not used.
     """
-    prefix = tokenizer.encode("", add_special=True)
-    need = spec.context_tokens - len(prefix) + spec.new_tokens
+    need = frame.body_tokens(spec) + frame.beyond_tokens
     run: list[Passage] = []
     count = 0
     for passage in passages:
@@ -34,10 +60,7 @@ def pack(passages: Iterable[Passage], tokenizer: Tokenizer, spec: WorkloadSpec) 
         count = len(ids)
         if count < need:
             continue
-        prompt = prefix + ids[: spec.context_tokens - len(prefix)]
-        first = run[0]
-        name = first.source if first.start_char == 0 else f"{first.source}@{first.start_char}"
-        yield Draft(name, prompt, meta={"source": claims(run)})
+        yield frame.draft(run, ids, spec)
         run, count = [], 0
 
 
@@ -58,7 +81,8 @@ def enough(drafts: list[Draft], spec: WorkloadSpec, what: str) -> list[Draft]:
         raise UserError(
             f"{what} holds {len(drafts)} documents of {spec.context_tokens} + {spec.new_tokens} tokens "
             f"without overlap, {spec.documents} asked for",
-            f"set workload.documents to at most {len(drafts)} or lower the context"
+            f"set workload.documents to at most {len(drafts)}, lower the context, or let documents of a split overlap "
+            "with workload.stride_tokens"
             if drafts
             else "lower the context or use a longer text",
         )
@@ -91,8 +115,13 @@ def split_labels(spec: WorkloadSpec) -> list[str]:
 
 
 def place(drafts: list[Draft], spec: WorkloadSpec) -> list[Document]:
-    """Gives each draft its index and split. Raises UserError if two documents claim the same text."""
-    shared = sorted(_overlaps(drafts))
+    """Gives each draft its index and split. Raises UserError if two documents claim the same text.
+
+    With spec.stride_tokens they may, within a split.
+    """
+    labels = split_labels(spec)
+    alone = [str(i) for i in range(len(drafts))] if spec.stride_tokens is None else labels
+    shared = sorted(_overlaps(drafts, alone))
     if shared:
         a, b = shared[0]
         raise UserError(
@@ -100,17 +129,20 @@ def place(drafts: list[Draft], spec: WorkloadSpec) -> list[Document]:
         )
     return [
         Document(index, f"{spec.kind}-{index:03d}:{d.name}", split, d.prompt_ids, spec.new_tokens, d.answer, d.meta)
-        for index, (d, split) in enumerate(zip(drafts, split_labels(spec), strict=True))
+        for index, (d, split) in enumerate(zip(drafts, labels, strict=True))
     ]
 
 
-def _overlaps(drafts: list[Draft]) -> Iterator[tuple[int, int]]:
+def _overlaps(drafts: list[Draft], groups: list[str]) -> Iterator[tuple[int, int]]:
+    """Pairs of documents of different groups that claim the same text."""
     ranges = sorted(
         (str(name), int(start), int(end), i)
         for i, d in enumerate(drafts)
         if not d.meta.get("filler_shared", False)
         for name, start, end in d.meta["source"]
     )
-    for (name_a, _, end_a, a), (name_b, start_b, _, b) in pairwise(ranges):
-        if name_a == name_b and start_b < end_a:
-            yield min(a, b), max(a, b)
+    reached: dict[str, dict[str, tuple[int, int]]] = {}  # source: group: how far its claims go, and whose that is
+    for name, start, end, b in ranges:
+        ends = reached.setdefault(name, {})
+        yield from ((min(a, b), max(a, b)) for group, (to, a) in ends.items() if group != groups[b] and start < to)
+        ends[groups[b]] = max(ends.get(groups[b], (0, b)), (end, b))

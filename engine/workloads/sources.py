@@ -16,23 +16,11 @@ from specdial.policies.errors import UserError
 BOOK_NAME = "frankenstein"
 BOOK_PATH = Path(__file__).parent / "data" / "frankenstein.txt"
 
-# Not prose by a programmer: tests, fixtures, generated tables, and what is installed beside the library.
+# Programs and tests that come with the library: used when the library itself is used up.
+STDLIB_LATER_DIRS = frozenset({"test", "tests", "idlelib", "idle_test", "lib2to3", "turtledemo", "ensurepip"})
+# Generated tables, and what is installed beside the library: never used.
 STDLIB_EXCLUDED_DIRS = frozenset(
-    {
-        "test",
-        "tests",
-        "idlelib",
-        "idle_test",
-        "lib2to3",
-        "turtledemo",
-        "encodings",
-        "pydoc_data",
-        "ensurepip",
-        "site-packages",
-        "dist-packages",
-        "lib-dynload",
-        "__pycache__",
-    }
+    {"encodings", "pydoc_data", "site-packages", "dist-packages", "lib-dynload", "__pycache__"}
 )
 
 
@@ -59,28 +47,63 @@ def book() -> list[Passage]:
     return paragraphs(BOOK_NAME, BOOK_PATH.read_text(encoding="utf-8"))
 
 
-def stdlib() -> Iterator[Passage]:
+def read_text(name: str) -> tuple[Path, str]:
+    """The file that workload.path names, and its text. Raises UserError when it is missing, empty or not UTF-8."""
+    path = Path(name).expanduser()
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as e:
+        raise UserError(f"cannot read {path}: {e.strerror}", "set workload.path to a readable file") from e
+    except UnicodeDecodeError as e:
+        raise UserError(f"{path} is not UTF-8 at byte {e.start}", "convert it to UTF-8") from e
+    if not text.strip():
+        raise UserError(f"{path} is empty", "set workload.path to a file with text")
+    return path, text
+
+
+def stdlib() -> list[Passage]:
     """Every source file of the running Python's standard library, sorted by path, tests and tables left out.
 
-    The text is a header line `# asyncio/events.py` and the file. Files that are not UTF-8 are passed over. What is
-    found depends on the Python version. Raises UserError where Python was installed without its sources.
+    What is found depends on the Python version. Raises UserError where Python was installed without its sources.
     """
-    root = Path(sysconfig.get_paths()["stdlib"])
-    found = False
+    found = list(_sources(Path(sysconfig.get_paths()["stdlib"]), later=False))
+    if not found:
+        raise UserError(
+            f"Python {sys.version_info.major}.{sys.version_info.minor} has no standard library sources",
+            "use workload=book",
+        )
+    return found
+
+
+def stdlib_later() -> list[Passage]:
+    """The programs and tests that come with the library, sorted by path; some distributions install few of them."""
+    return list(_sources(Path(sysconfig.get_paths()["stdlib"]), later=True))
+
+
+def source_tree(name: str) -> list[Passage]:
+    """Every source file of the folder that workload.path names, as `stdlib` gives them. Raises UserError if none."""
+    root = Path(name).expanduser()
+    found = list(_sources(root, later=False)) if root.is_dir() else []
+    if not found:
+        raise UserError(f"{root} is not a folder with Python source", "set workload.path to a package's folder")
+    return found
+
+
+def _sources(root: Path, later: bool) -> Iterator[Passage]:
+    """Files under root, or those of STDLIB_LATER_DIRS. Files that are not UTF-8 are passed over.
+
+    The text is a header line `# asyncio/events.py` and the file.
+    """
     for path in sorted(root.rglob("*.py")):
         parts = path.relative_to(root).parts
         if STDLIB_EXCLUDED_DIRS.intersection(parts[:-1]) or parts[-1].startswith("_sysconfigdata"):
+            continue
+        if later != bool(STDLIB_LATER_DIRS.intersection(parts[:-1])):
             continue
         try:
             text = path.read_text(encoding="utf-8")
         except (UnicodeDecodeError, OSError):
             continue
         if text.strip():
-            found = True
-            name = "/".join(parts)
-            yield Passage(name, 0, len(text), f"# {name}\n{text}\n")
-    if not found:
-        raise UserError(
-            f"Python {sys.version_info.major}.{sys.version_info.minor} has no standard library sources",
-            "use workload=book",
-        )
+            relative = "/".join(parts)
+            yield Passage(relative, 0, len(text), f"# {relative}\n{text}\n")

@@ -28,7 +28,9 @@ class WorkloadSpec:
     context_tokens: length of every prompt, in tokens. documents: how many prompts. new_tokens: tokens to decode after
     each. seed: which documents, their order and their split. ignore_eos: decode new_tokens even past an end mark.
     train_frac + validation_frac + test_frac = 1: shares of documents, not of tokens.
-    path: the text or jsonl file of `file`. keep_short: let `file` give prompts shorter than context_tokens as they are.
+    path: the text or jsonl file of `file`; for `book` and `summary` a text file of your own, for `stdlib` a folder of
+    Python source. keep_short: let `file` give prompts shorter than context_tokens as they are.
+    stride_tokens: None, or let documents of one split overlap, each starting at least so many tokens after another.
     needles, depth_frac, filler: of `needle`; depth_frac None spreads the documents over all depths.
     """
 
@@ -42,6 +44,7 @@ class WorkloadSpec:
     validation_frac: float = 0.25
     test_frac: float = 0.25
     path: str | None = None
+    stride_tokens: int | None = None
     keep_short: bool = False
     needles: int = 1
     depth_frac: float | None = None
@@ -51,6 +54,8 @@ class WorkloadSpec:
         for name in ("context_tokens", "documents", "new_tokens", "needles"):
             _whole(name, getattr(self, name), least=1)
         _whole("seed", self.seed, least=0)
+        if self.stride_tokens is not None:
+            _whole("stride_tokens", self.stride_tokens, least=1)
         for name in ("ignore_eos", "keep_short"):
             if not isinstance(getattr(self, name), bool):
                 raise UserError(f"workload.{name} is {getattr(self, name)!r}", "give true or false")

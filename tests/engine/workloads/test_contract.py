@@ -21,7 +21,7 @@ from specdial.policies.errors import UserError
 quick = settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
-@pytest.fixture(params=["stdlib", "book", "needle", "txt", "jsonl"])
+@pytest.fixture(params=["stdlib", "book", "needle", "summary", "txt", "jsonl"])
 def spec(request, tmp_path):
     """A small workload of each kind."""
     kind, path = request.param, None
@@ -144,7 +144,7 @@ def test_of_split(byte_tokenizer):
 
 def test_kinds_need_no_torch():
     code = "import sys, specdial.engine.workloads; sys.exit('torch' in sys.modules or 'triton' in sys.modules)"
-    assert set(KINDS) == {"stdlib", "book", "file", "needle"}
+    assert set(KINDS) == {"stdlib", "book", "file", "needle", "summary"}
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

@@ -25,6 +25,19 @@ from specdial.policies.errors import UserError
         ({"kind": "needle", "needles": 99}, "workload.needles is 99; give at most 39"),
         ({"kind": "needle", "filler": "news"}, "workload.filler is 'news'; use book or stdlib"),
         ({"kind": "needle", "context_tokens": 20}, "a context of 20 tokens cannot hold"),
+        ({"kind": "needle", "stride_tokens": 5}, "workload=needle has no workload.stride_tokens"),
+        ({"stride_tokens": 0}, "workload.stride_tokens is 0; give a whole number of at least 1"),
+        ({"kind": "summary", "context_tokens": 100}, "a context of 100 tokens cannot hold the request for a summary"),
+        ({"kind": "summary", "path": "/no/such.txt"}, "cannot read /no/such.txt: No such file"),
+        ({"kind": "stdlib", "path": "/no/such"}, "/no/such is not a folder with Python source"),
+        (
+            {"documents": 9, "context_tokens": 60_000},
+            "lower the context, or let documents of a split overlap with workload.stride_tokens",
+        ),
+        (
+            {"documents": 64, "context_tokens": 60_000, "stride_tokens": 20_000},
+            "documents of 60000 + 64 tokens for split train, one every 20000 tokens, 32 asked for",
+        ),
         ({"kind": "file"}, "set workload.path to a .txt or .jsonl file"),
         ({"kind": "file", "path": "/no/such.txt"}, "cannot read /no/such.txt: No such file"),
         (
