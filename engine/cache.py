@@ -1,7 +1,7 @@
 """The KV cache of a batch. It owns all length arithmetic: what is committed, what may be overwritten, how much fits.
 
 Layout per layer [B, Hk, S, D], so that each head streams contiguously. Keys past `lengths` are scratch: a verification
-writes its block there, `commit` makes the accepted part count, and the next block overwrites the rest.
+writes its block there, `commit`, or `advance` and `note`, make the accepted part count, and the next block overwrites the rest.
 """
 
 import numpy as np
@@ -54,6 +54,14 @@ class KVCache:
     def commit(self, rows: np.ndarray) -> None:
         """Count the first rows[b] keys of the last written block as committed. [B] integer."""
         self.set_lengths(self.host_lengths + rows)
+
+    def advance(self, rows: Tensor) -> None:
+        """Count the first rows[b] keys of the last written block as committed, on the device. [B] integer."""
+        self.lengths.add_(rows)
+
+    def note(self, rows: np.ndarray) -> None:
+        """Let the host know what `advance` counted. [B] integer."""
+        self.host_lengths = self.host_lengths + rows
 
     def width(self, block_tokens: int) -> int:
         """Keys to read so that every sequence sees its block of `block_tokens` rows.

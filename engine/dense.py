@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from specdial.engine.drafters.sparse_self import CompactDraft, Selection, choose_keys
+from specdial.engine.drafters.selection import Selection, choose_keys, joined
+from specdial.engine.drafters.sparse_self import CompactDraft
 from specdial.engine.history import History
 from specdial.engine.sequences import Sequences
 from specdial.policies.schema import DraftKV
@@ -28,10 +29,11 @@ def record_dense(s: Sequences, b: int, arms: list[DraftKV], k_max: int) -> dict[
         raise ValueError("dense recording takes sequences one at a time, with history")
     tokens, prompt = list(s.tokens[b]), int(s.prompt_tokens[b])
     s.rewind()
+    once = {a: choose_keys(_history(s), s.cache.lengths, kv) for a, kv in enumerate(arms) if kv.refresh_rounds == 0}
     columns: list[dict[str, np.ndarray]] = []
     for start in range(prompt, len(tokens), CHUNK_POSITIONS):
         stop = min(start + CHUNK_POSITIONS, len(tokens))
-        selections = _advance(s, tokens, start, stop, arms)
+        selections = _advance(s, tokens, start, stop, arms, once)
         for arm, selection in enumerate(selections):
             columns.append(_draft_chunk(s, tokens, start, arm, selection, k_max))
     s.rewind()
@@ -40,8 +42,13 @@ def record_dense(s: Sequences, b: int, arms: list[DraftKV], k_max: int) -> dict[
     return {name: values[order] for name, values in merged.items()}
 
 
-def _advance(s: Sequences, tokens: list[int], start: int, stop: int, arms: list[DraftKV]) -> list[Selection]:
-    """Selections of rounds that start at committed lengths start..stop-1, one per arm; moves the cache on to `stop`."""
+def _advance(
+    s: Sequences, tokens: list[int], start: int, stop: int, arms: list[DraftKV], once: dict[int, Selection]
+) -> list[Selection]:
+    """Selections of rounds that start at committed lengths start..stop-1, one per arm; moves the cache on to `stop`.
+
+    once: the arms whose selection was made at the prompt's end.
+    """
     chosen: list[list[Selection]] = [[] for _ in arms]
     device = s.decoder.device
     block = torch.tensor([tokens[start - 1 : stop - 1]], device=device)  # rows at start-1 .. stop-2
@@ -49,24 +56,16 @@ def _advance(s: Sequences, tokens: list[int], start: int, stop: int, arms: list[
     history, rows, lengths = _history(s), result.rows, s.cache.lengths.clone()
     if rows is None:
         raise ValueError("dense recording needs history")
+    before = history.scores().clone() if history.decayed else None
     for row in range(stop - start):
         for arm, draft_kv in enumerate(arms):
-            chosen[arm].append(choose_keys(history, s.cache.lengths, draft_kv))
-        # Pushing the first row + 1 rows again leaves the same ring: each row has its slot.
+            chosen[arm].append(once[arm] if arm in once else choose_keys(history, s.cache.lengths, draft_kv))
+        # Pushing the first row + 1 rows again leaves the same ring: each row has its slot. A decayed sum starts over.
+        if before is not None:
+            history.scores().copy_(before)
         history.push(rows, lengths, torch.tensor([row + 1], device=device))
         s.cache.commit(np.ones(1, dtype=np.int64))
-    return [_joined(selections) for selections in chosen]
-
-
-def _joined(selections: list[Selection]) -> Selection:
-    """Selections of single lanes side by side."""
-    return Selection(
-        indices=torch.cat([c.indices for c in selections], dim=1),
-        counts=torch.cat([c.counts for c in selections]),
-        tail_start=torch.cat([c.tail_start for c in selections]),
-        lengths=torch.cat([c.lengths for c in selections]),
-        page=selections[0].page,
-    )
+    return [joined(selections) for selections in chosen]
 
 
 def _draft_chunk(
@@ -74,12 +73,13 @@ def _draft_chunk(
 ) -> dict[str, np.ndarray]:
     """Greedy chains of k_max drafts from each position of a chunk, as columns."""
     lanes = selection.counts.shape[0]
-    drafter = CompactDraft(s, selection, steps=k_max)
+    cached = torch.arange(start - 1, start - 1 + lanes, device=s.decoder.device)
+    drafter = CompactDraft(s, selection, cached, steps=k_max)
     token = torch.tensor(tokens[start - 1 : start - 1 + lanes], device=s.decoder.device)
     alive = np.ones(lanes, dtype=np.bool_)  # every earlier draft of the chain matched
     rows: list[dict[str, np.ndarray]] = []
     for depth in range(1, k_max + 1):
-        proposal = drafter.step(token)
+        proposal = drafter.step(depth - 1, token)
         token = proposal.token
         entropy, top1, margin = proposal.signals.cpu().numpy()
         truth = np.array(

@@ -1,8 +1,9 @@
-"""History: what the target's last committed attention rows say about every cached key, or page of keys.
+"""History: what the target's committed attention rows say about every cached key, or page of keys.
 
 A verification's rows are collected while it runs; once acceptance is known, the committed ones enter a ring of the last
-W rows. Row p stands at slot p mod W, so the ring, and the sum over it that ranks keys, are functions of the committed
-tokens alone, however rounds fell. On a GPU rows stay unnormalised until then, and one launch serves every layer.
+W rows, or an exponentially decayed sum. Row p stands at slot p mod W, and decay goes row by row, so the scores that
+rank keys are functions of the committed tokens alone, however rounds fell. On a GPU rows stay unnormalised until then,
+and one launch serves every layer.
 """
 
 from dataclasses import dataclass, field
@@ -14,15 +15,19 @@ from torch import Tensor
 from specdial.engine.models.config import ModelConfig
 from specdial.kernels import Backend
 from specdial.kernels.full_attention import Statistics, full_attention, full_attention_raw
-from specdial.kernels.history import push_rows
+from specdial.kernels.history import decay_rows, push_rows
 
 
 @dataclass(frozen=True, slots=True)
 class HistorySpec:
-    """window: rows kept per kv head. page: keys that share one score (1: every key has its own)."""
+    """window: rows kept per kv head. page: keys that share one score (1: every key has its own).
+
+    decay: below 1, a score is decay * score + row for every committed row, and no rows are kept.
+    """
 
     window: int
     page: int
+    decay: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,14 +46,15 @@ class History:
     ) -> None:
         """keys: the cache's capacity, a multiple of the page."""
         self.config, self.batch, self.keys, self.spec, self.backend = config, batch, keys, spec, backend
-        shape = (config.layers, batch, config.kv_heads, spec.window, keys // spec.page)
-        self.ring = torch.zeros(shape, device=device)  # [L, B, Hk, W, S / page]
-        self._scores = torch.zeros((*shape[:3], shape[4]), device=device)  # [L, B, Hk, S / page], kept on a GPU only
+        self.decayed = spec.decay < 1.0
+        shape = (config.layers, batch, config.kv_heads, 0 if self.decayed else spec.window, keys // spec.page)
+        self.ring = torch.zeros(shape, device=device)  # [L, B, Hk, W, S / page]; W is 0 with decay
+        self._scores = torch.zeros((*shape[:3], shape[4]), device=device)  # [L, B, Hk, S / page]; a ring's: GPU only
         self._saved: tuple[Tensor, Tensor] | None = None
 
     def scores(self) -> Tensor:
-        """Mass per key or page over the window, [L, B, Hk, S / page]."""
-        return self._scores if self.backend == "triton" else self.ring.sum(dim=3)
+        """Mass per key or page over the window or decayed, [L, B, Hk, S / page]."""
+        return self._scores if self.decayed or self.backend == "triton" else self.ring.sum(dim=3)
 
     def rows(self, tokens: int, batch: int) -> Rows:
         """An empty collection for a block of `tokens` rows of `batch` sequences."""
@@ -86,14 +92,22 @@ class History:
         only: the block is of this one sequence.
         """
         if rows.raw is not None and only is None:
-            ring, scores = self.ring.flatten(0, 1), self._scores.flatten(0, 1)
-            push_rows(ring, rows.raw, lengths, committed, backend=self.backend, score=scores)
+            self._take(self.ring.flatten(0, 1), self._scores.flatten(0, 1), rows.raw, lengths, committed)
             return
         part = slice(None) if only is None else slice(only, only + 1)
         for layer in range(self.config.layers):
             mass = rows.masses[layer] if rows.raw is None else rows.raw.layer(layer, lengths.shape[0])
-            score = self._scores[layer, part] if self.backend == "triton" else None
-            push_rows(self.ring[layer, part], mass, lengths, committed, backend=self.backend, score=score)
+            self._take(self.ring[layer, part], self._scores[layer, part], mass, lengths, committed)
+
+    def _take(
+        self, ring: Tensor, scores: Tensor, mass: Tensor | Statistics, lengths: Tensor, committed: Tensor
+    ) -> None:
+        """The committed rows into ring [N, Hk, W, S / page] or scores [N, Hk, S / page]."""
+        if self.decayed:
+            decay_rows(scores, mass, lengths, committed, decay=self.spec.decay, backend=self.backend)
+        else:
+            score = scores if self.backend == "triton" else None
+            push_rows(ring, mass, lengths, committed, backend=self.backend, score=score)
 
     def clear(self) -> None:
         """Forget everything."""

@@ -1,8 +1,10 @@
 """The round: ask the controller for k, draft, verify, accept, commit, score, and say what happened.
 
-One call of `decode_round` is one round for every sequence of the batch. Sequences that stop drafting early wait for the
-longest one; their padding drafts are never accepted. Leaves out everything around it: prefill (sequences), recording
-(recorder), which documents and which policy (the verbs).
+A round is device work first (`_launch`) and the host's account of it afterwards (`_finish`), with one read-back between
+them, so on a GPU the next round is launched before the last one is read wherever nothing on the host decides it. With
+a controller that looks at no signals the whole round is one pass, hence one CUDA graph. Sequences that stop drafting
+early wait for the longest one; their padding drafts are never accepted. Leaves out everything around the round: prefill
+(sequences), recording (recorder), which documents and which policy (the verbs).
 """
 
 from collections.abc import Iterator
@@ -12,10 +14,23 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specdial.engine.clock import Clock
-from specdial.engine.drafters.sparse_self import Proposal, begin_draft
-from specdial.engine.sampling import Sampling, Verdict, choose, distribution, generators, verify_greedy, verify_sampled
+from specdial.engine.acceptance import Judge
+from specdial.engine.drafters import make_drafter
+from specdial.engine.drafters.base import Draft, Drafter
+from specdial.engine.round_state import (
+    DRAFTED,
+    SELECTED,
+    SETTLED,
+    START,
+    VERIFIED,
+    ReadBack,
+    arrival,
+    to_device,
+    to_host,
+)
+from specdial.engine.sampling import Sampling
 from specdial.engine.sequences import Sequences
+from specdial.kernels.settle import settle
 from specdial.policies.controllers import Controller, Signals, draft_limit, longest_draft, make_controller
 from specdial.policies.schema import Policy
 
@@ -24,7 +39,8 @@ from specdial.policies.schema import Policy
 class Round:
     """One round of a batch. Arrays are [B]; sequences outside `active` took no part.
 
-    context_tokens: committed length at the start. Times are for the whole batch, in microseconds.
+    context_tokens: committed length at the start. Times are for the whole batch, in microseconds; host_us is all the
+    round took beyond drafts, verification and selection, the wait since the last round included.
     drafts: [B, K] token ids; signals: [B, K]; accept_prob: [B, K] in sampled decoding, else None.
     """
 
@@ -44,139 +60,191 @@ class Round:
 
 
 @dataclass(frozen=True, slots=True)
-class Draft:
-    """What was proposed: tokens [B, K], their distributions [B, K, V] when sampled, signals [B, K], k [B]."""
+class Launched:
+    """A round on its way. captured: a graph was captured for it, so the wait before it is not the round's."""
 
-    tokens: Tensor
-    probabilities: Tensor | None
-    signals: Signals
-    k: np.ndarray
+    controller: Controller
+    read_back: ReadBack
+    captured: bool
 
 
 class Decoding:
     """A policy at work on a batch of sequences."""
 
-    def __init__(self, sequences: Sequences, policy: Policy, sampling: Sampling, numbers: list[int]) -> None:
-        """numbers: one per sequence, seeds its random numbers. `sequences` must be prefilled."""
+    def __init__(
+        self,
+        sequences: Sequences,
+        policy: Policy,
+        sampling: Sampling,
+        numbers: list[int],
+        *,
+        synthetic: tuple[float, ...] = (),
+    ) -> None:
+        """numbers: one per sequence, seeds its random numbers. `sequences` must be prefilled.
+
+        synthetic: accept the draft at each depth with this probability instead, whatever it says: to measure cost.
+        """
         self.s = sequences
         self.policy = policy
         self.variants = policy.variants()
         self.controllers: list[Controller] = [make_controller([v.controller] * sequences.batch) for v in self.variants]
-        self.drafts_at_all = any(longest_draft(v.controller) > 0 for v in self.variants)
-        self.sampling = sampling
-        self.random = generators(sampling, numbers)
-        self.clock = Clock(sequences.decoder.device, sequences.graphs)
+        self.drafters: list[Drafter | None] = [
+            make_drafter(sequences, v) if longest_draft(v.controller) > 0 else None for v in self.variants
+        ]
+        self.drafts_at_all = policy.k_max > 0
+        self.state = sequences.state(policy.k_max)
+        self.judge = Judge(self.state, sampling, numbers, vocab=sequences.decoder.config.vocab, synthetic=synthetic)
+        self._settled_ns: int | None = None  # when the last round ended
+        furthest = int((sequences.prompt_tokens + np.maximum(sequences.limits, 0)).max()) + policy.k_max
+        if furthest > sequences.cache.capacity_tokens:
+            raise ValueError(f"sequences may reach {furthest} keys, capacity is {sequences.cache.capacity_tokens}")
 
     def rounds(self) -> Iterator[Round]:
         """Decode until every sequence is done."""
-        while not self.s.done.all():
-            yield self.decode_round()
+        waiting: list[Launched] = []
+        try:
+            while waiting or not self.s.done.all():
+                if not waiting:
+                    waiting.append(self._launch())
+                if self._may_run_ahead():
+                    waiting.append(self._launch())
+                finished = self._finish(waiting.pop(0))
+                if finished.active.any():
+                    yield finished
+        finally:
+            for launched in waiting:  # whoever stops early finds the sequences where the device has them
+                self._finish(launched)
+
+    def decode_round(self) -> Round:
+        """One round, from launch to account."""
+        return self._finish(self._launch())
 
     @torch.inference_mode()
-    def decode_round(self) -> Round:
-        """One round. See the module's first lines."""
+    def _launch(self) -> Launched:
+        """Issue a round's device work. See the module's first lines."""
+        s, state = self.s, self.state
+        capturing_us = s.graphs.capturing_us
+        variant = self._variant()
+        controller, drafter = self.controllers[variant], self.drafters[variant]
+        limit = np.where(s.done, 0, draft_limit(controller, s.remaining))
+        self.judge.prepare()
+        if drafter is not None:
+            drafter.prepare(limit)
+        if s.graphs.enabled and not controller.adaptive:
+            k = int(controller.k_max.max())
+            key = ("round", state.most_drafts, k, None if drafter is None else drafter.key, self.judge.key)
+            s.graphs.run(key, lambda: self._whole(drafter, k))
+        else:
+            self._step_by_step(drafter, controller, limit)
+        return Launched(controller, state.read_back(), s.graphs.capturing_us != capturing_us)
+
+    def _whole(self, drafter: Drafter | None, k: int) -> None:
+        """A round of k drafts for every sequence: a pass."""
+        torch.clamp(self.s.room - 1, min=0, max=k, out=self.state.k)
+        if drafter is not None:
+            draft = self._begin(drafter, k)
+            for depth in range(k):
+                self._step(draft, depth)
+        self._verify(k, begun=drafter is not None)
+
+    def _step_by_step(self, drafter: Drafter | None, controller: Controller, limit: np.ndarray) -> None:
+        """A round that drafts until every lane's controller stops, one pass a step."""
+        state, run = self.state, self.s.graphs.run
+        widest = int(limit.max())
+        signals = Signals.empty(self.s.batch, max(widest, 1))
+        arriving: list[tuple[Tensor, torch.cuda.Event | None]] = []
+        k, lag = np.zeros(self.s.batch, dtype=np.int64), int(controller.lag.min())
+        going = controller.draft_more(0, signals) & (limit > 0)
+        name = ("step by step", state.most_drafts, None if drafter is None else drafter.key, self.judge.key)
+        depth = 0
+        if drafter is not None and going.any():
+            draft = run((*name, "begin"), lambda: self._begin(drafter, widest))
+            while going.any():
+                run((*name, depth), lambda: self._step(draft, depth))
+                depth += 1
+                k += going
+                if controller.adaptive:
+                    arriving.append((to_host(state.signals[depth - 1]), arrival(state.signals)))
+                    if depth > lag:
+                        write_signals(signals, depth - 1 - lag, *arriving[depth - 1 - lag])
+                going = going & (k < limit) & controller.draft_more(depth, signals)
+        to_device(k, state.k)
+        run((*name, "verify", depth), lambda: self._verify(depth, begun=depth > 0))
+
+    def _begin(self, drafter: Drafter, steps: int) -> Draft:
+        self.state.mark(START)
+        draft = drafter.begin(steps)
+        self.state.block[:, 0] = self.s.pending
+        self.state.mark(SELECTED)
+        return draft
+
+    def _step(self, draft: Draft, depth: int) -> None:
+        """Draft the token of one more depth into the block: a pass."""
+        proposal = draft.step(depth, self.state.block[:, depth])
+        self.state.block[:, depth + 1] = self.judge.pick(proposal, depth)
+        self.state.signals[depth] = proposal.signals
+
+    def _verify(self, k: int, *, begun: bool) -> None:
+        """Verify k drafts of every sequence, accept, commit and score: a pass."""
+        s, state = self.s, self.state
+        if not begun:
+            state.block[:, 0] = s.pending
+        state.mark(DRAFTED if begun else START, DRAFTED)
+        rows = self.drafts_at_all
+        block = s.forward_block(state.block[:, : k + 1], padded=rows, rows=rows)
+        state.mark(VERIFIED)
+        choices, judged = self.judge.choices(block.logits, k)
+        settle(
+            state.drafts[:, :k], choices, state.k, s.room, stop_ids=s.stops, emitted=state.emitted[:, : k + 1],
+            accepted=state.accepted, counts=state.counts, pending=s.pending, before=s.before, judged=judged,
+            backend=s.backend,
+        )  # fmt: skip
+        s.advance(block, state.counts)
+        state.mark(SETTLED)
+
+    def _finish(self, launched: Launched) -> Round:
+        """Read a round back and bring the host up to date."""
         s = self.s
-        self.clock.restart()
-        active, context, room = ~s.done, s.committed, s.remaining
-        index = self.policy.variant_index(int(context[active].max()), s.batch)
-        variant, controller = self.variants[index], self.controllers[index]
-        limit = np.where(active, draft_limit(controller, room), 0)
-        host_us = self.clock.lap_us()
-
-        draft, select_us, draft_us = self._draft(variant, controller, limit)
-        block = torch.cat([s.pending()[:, None], draft.tokens], dim=1)  # [B, K+1]
-        host_us += self.clock.lap_us()
-        result = s.forward_block(block, padded=self.drafts_at_all, rows=self.drafts_at_all)
-        verify_us = self.clock.lap_us()
-
-        verdict = self._judge(draft, result.logits)
-        accepted, emitted = self._settle(draft, verdict, active, room)
-        s.push_history(result, np.array([len(e) for e in emitted], dtype=np.int64))
-        s.commit(emitted)
-        controller.observe(draft.k, accepted, draft.signals, active)
-        host_us += self.clock.lap_us()
+        seen = launched.read_back.wait()
+        active, context = ~s.done, s.committed
+        emitted = [seen.emitted[b, :n].tolist() for b, n in enumerate(seen.counts)]
+        s.commit(emitted, seen.counts)
+        signals = Signals(*seen.signals.astype(np.float64))
+        launched.controller.observe(seen.k, seen.accepted, signals, active)
+        start, selected, drafted, verified, settled = seen.moments_ns.tolist()
+        since = start if self._settled_ns is None or launched.captured else self._settled_ns
+        self._settled_ns = settled
         return Round(
             active=active,
             context_tokens=context,
-            k=draft.k,
-            accepted=accepted,
+            k=seen.k,
+            accepted=seen.accepted,
             emitted=emitted,
             plain=not self.drafts_at_all,
-            draft_us=draft_us,
-            verify_us=verify_us,
-            select_us=select_us,
-            host_us=host_us,
-            drafts=draft.tokens.cpu().numpy(),
-            signals=draft.signals,
-            accept_prob=None if verdict.accept_prob is None else verdict.accept_prob.cpu().numpy(),
+            draft_us=(drafted - selected) / 1e3,
+            verify_us=(verified - drafted) / 1e3,
+            select_us=(selected - start) / 1e3,
+            host_us=(settled - verified + start - since) / 1e3,
+            drafts=seen.drafts,
+            signals=signals,
+            accept_prob=None if self.judge.sampling.greedy else seen.accept_prob,
         )
 
-    def _draft(self, variant: Policy, controller: Controller, limit: np.ndarray) -> tuple[Draft, float, float]:
-        """Draft until every lane's controller stops. Returns the draft and the select and draft times."""
-        s = self.s
-        widest = int(limit.max())
-        signals = Signals.empty(s.batch, max(widest, 1))
-        k = np.zeros(s.batch, dtype=np.int64)
-        drafting = controller.draft_more(0, signals) & (limit > 0)
-        tokens: list[Tensor] = []
-        probabilities: list[Tensor] = []
-        known: list[Tensor] = []  # signals of each step, [3, B]
-        select_us = draft_us = 0.0
-        if drafting.any():
-            drafter = begin_draft(s, variant.draft_kv, steps=widest)
-            select_us = self.clock.lap_us()
-            token = s.pending()
-            while drafting.any():
-                proposal = drafter.step(token)
-                token, q = self._pick(proposal)
-                tokens.append(token)
-                if q is not None:
-                    probabilities.append(q)
-                known.append(proposal.signals.clone())
-                if controller.adaptive:
-                    write_signals(signals, len(tokens) - 1, known[-1:])
-                k += drafting
-                drafting = drafting & (k < limit) & controller.draft_more(len(tokens), signals)
-            if not controller.adaptive:
-                write_signals(signals, 0, known)
-            draft_us = self.clock.lap_us()
-        drafted = torch.stack(tokens, dim=1) if tokens else s.pending().new_zeros(s.batch, 0)
-        return Draft(drafted, torch.stack(probabilities, 1) if probabilities else None, signals, k), select_us, draft_us
+    def _variant(self) -> int:
+        """Which cell of the policy this round falls into, by the longest sequence still decoding."""
+        if len(self.variants) == 1:
+            return 0
+        return self.policy.variant_index(int(self.s.committed[~self.s.done].max()), self.s.batch)
 
-    def _pick(self, proposal: Proposal) -> tuple[Tensor, Tensor | None]:
-        """The drafted tokens [B], and the distribution they were drawn from unless greedy."""
-        if self.sampling.greedy:
-            return proposal.token.clone(), None
-        return choose(proposal.logits, self.sampling, self.random)
-
-    def _judge(self, draft: Draft, logits: Tensor) -> Verdict:
-        """Apply the acceptance rule to the target's logits [B, K+1, V]."""
-        k = torch.from_numpy(draft.k).to(logits.device)
-        if self.sampling.greedy:
-            return verify_greedy(draft.tokens, k, logits)
-        target = distribution(logits, self.sampling)
-        q = target[:, :0] if draft.probabilities is None else draft.probabilities
-        return verify_sampled(draft.tokens, k, q, target, self.random)
-
-    def _settle(
-        self, draft: Draft, verdict: Verdict, active: np.ndarray, room: np.ndarray
-    ) -> tuple[np.ndarray, list[list[int]]]:
-        """Accepted counts and emitted tokens: accepted drafts and the next token, cut at a stop token or the limit."""
-        accepted = np.where(active, verdict.accepted.cpu().numpy(), 0)
-        drafts, following = draft.tokens.tolist(), verdict.next_token.tolist()
-        emitted: list[list[int]] = []
-        for b in range(self.s.batch):
-            new = [*drafts[b][: accepted[b]], following[b]][: room[b]] if active[b] else []
-            stop = next((i for i, token in enumerate(new) if token in self.s.stop_ids), None)
-            new = new if stop is None else new[: stop + 1]
-            accepted[b] = min(accepted[b], len(new))
-            emitted.append(new)
-        return accepted, emitted
+    def _may_run_ahead(self) -> bool:
+        """Can another round be launched before the one in flight is read? Only if nothing the host learns decides it."""
+        if not self.s.graphs.enabled or len(self.variants) > 1 or self.controllers[0].adaptive:
+            return False
+        return bool((self.s.remaining > self.policy.k_max + 1).any())
 
 
-def write_signals(signals: Signals, first: int, steps: list[Tensor]) -> None:
-    """Copy the signals of draft steps, [3, B] float32 each, into columns `first` and following: one read-back."""
-    if steps:
-        values = torch.stack(steps, dim=-1).cpu().numpy()  # [3, B, steps]
-        columns = slice(first, first + len(steps))
-        signals.entropy_nats[:, columns], signals.top1_prob[:, columns], signals.margin[:, columns] = values
+def write_signals(signals: Signals, depth: int, values: Tensor, arrived: torch.cuda.Event | None) -> None:
+    """Put the signals [3, B] of one draft step into column `depth`, once they have arrived."""
+    if arrived is not None:
+        arrived.synchronize()
+    signals.entropy_nats[:, depth], signals.top1_prob[:, depth], signals.margin[:, depth] = values.numpy()

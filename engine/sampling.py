@@ -29,16 +29,21 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What verification decided. accepted: [B]; next_token: [B], the token after them; accept_prob: [B, K] or None."""
+    """What verification decided. accepted: [B]; next_token: [B], the token after them; accept_prob: [B, K]."""
 
     accepted: Tensor
     next_token: Tensor
-    accept_prob: Tensor | None
+    accept_prob: Tensor
 
 
 def generators(sampling: Sampling, sequences: list[int]) -> list[torch.Generator]:
     """One CPU generator per sequence, seeded by the run's seed and the sequence's number."""
     return [torch.Generator().manual_seed(sampling.seed * 1_000_003 + number) for number in sequences]
+
+
+def uniforms(random: list[torch.Generator], count: int) -> Tensor:
+    """`count` numbers in [0, 1) from each generator, [B, count] float64 in host memory."""
+    return torch.stack([torch.rand(count, generator=g, dtype=torch.float64) for g in random])
 
 
 def distribution(logits: Tensor, sampling: Sampling) -> Tensor:
@@ -56,45 +61,30 @@ def distribution(logits: Tensor, sampling: Sampling) -> Tensor:
     return logits.softmax(dim=-1)
 
 
-def draw(probabilities: Tensor, random: list[torch.Generator]) -> Tensor:
-    """One token per sequence from probabilities [B, V] by inverse transform. [B]"""
-    u = torch.stack([torch.rand((), generator=g, dtype=torch.float64) for g in random]).to(probabilities.device)
+def draw(probabilities: Tensor, u: Tensor) -> Tensor:
+    """One token per sequence from probabilities [B, V] by inverse transform of uniforms u [B]. [B]"""
     cumulative = probabilities.double().cumsum(dim=-1)
     token = torch.searchsorted(cumulative, (u * cumulative[:, -1])[:, None], right=True)[:, 0]
     last = probabilities.shape[-1] - 1 - (probabilities.flip(-1) > 0).to(torch.int8).argmax(dim=-1)
     return torch.minimum(token, last)  # rounding at the top never draws a token of probability 0
 
 
-def choose(logits: Tensor, sampling: Sampling, random: list[torch.Generator]) -> tuple[Tensor, Tensor | None]:
-    """Next tokens [B] from logits [B, V], with the distribution they were drawn from (None when greedy)."""
-    if sampling.greedy:
-        return logits.argmax(dim=-1), None
-    probabilities = distribution(logits, sampling)
-    return draw(probabilities, random), probabilities
+def accept_leading(agreed: Tensor, k: Tensor) -> Tensor:
+    """How many drafts are accepted, [B]: the leading ones that agreed [B, K], among the k [B] that count."""
+    counted = torch.arange(agreed.shape[1], device=agreed.device) < k[:, None]
+    return (agreed & counted).to(torch.int64).cumprod(dim=1).sum(dim=1)
 
 
-def verify_greedy(drafts: Tensor, k: Tensor, logits: Tensor) -> Verdict:
-    """Accept leading drafts that equal the target's argmax. drafts [B, K], of which k [B] count; logits [B, K+1, V]."""
-    best = logits.argmax(dim=-1)  # [B, K+1]
-    counts = torch.arange(drafts.shape[1], device=drafts.device) < k[:, None]
-    accepted = ((drafts == best[:, :-1]) & counts).to(torch.int64).cumprod(dim=1).sum(dim=1)  # [B]
-    return Verdict(accepted, best.gather(1, accepted[:, None])[:, 0], None)
+def verify_sampled(drafts: Tensor, k: Tensor, draft_probs: Tensor, target_probs: Tensor, u: Tensor) -> Verdict:
+    """Exact speculative acceptance. drafts [B, K]; draft_probs [B, K, V]; target_probs [B, K+1, V]; uniforms u [B, K+1].
 
-
-def verify_sampled(
-    drafts: Tensor, k: Tensor, draft_probs: Tensor, target_probs: Tensor, random: list[torch.Generator]
-) -> Verdict:
-    """Exact speculative acceptance. drafts [B, K]; draft_probs [B, K, V]; target_probs [B, K+1, V].
-
-    The output follows target_probs whatever the drafts are. Every sequence consumes K + 1 uniforms a round.
+    The output follows target_probs whatever the drafts are. k [B] drafts count.
     """
     B, K = drafts.shape
     p = target_probs[:, :K].gather(2, drafts[..., None])[..., 0]  # [B, K]
     q = draft_probs.gather(2, drafts[..., None])[..., 0]  # [B, K]
     accept_prob = (p / q).clamp(max=1.0)
-    counts = torch.arange(K, device=drafts.device) < k[:, None]
-    u = torch.stack([torch.rand(K, generator=g, dtype=torch.float64) for g in random]).to(p.device)  # [B, K]
-    accepted = ((u < accept_prob.double()) & counts).to(torch.int64).cumprod(dim=1).sum(dim=1)  # [B]
+    accepted = accept_leading(u[:, :K] < accept_prob.double(), k)
     rows = torch.arange(B, device=drafts.device)
     following = target_probs[rows, accepted]  # [B, V]
     if K:
@@ -103,4 +93,4 @@ def verify_sampled(
         residual = (following - proposed).clamp(min=0.0)
         usable = rejected & (residual.sum(dim=-1) > 0)
         following = torch.where(usable[:, None], residual, following)
-    return Verdict(accepted, draw(following, random), accept_prob)
+    return Verdict(accepted, draw(following, u[:, K]), accept_prob)

@@ -5,9 +5,12 @@ with the next forward pass. The ring of attention rows is a function of the comm
 at positions n-1-W .. n-2.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -17,9 +20,12 @@ from specdial.engine.graphs import Graphs
 from specdial.engine.history import History, HistorySpec, Rows
 from specdial.engine.models.decoder import AttendCached, Decoder
 from specdial.engine.prefill import ROW_MULTIPLE, prefill_one
+from specdial.engine.round_state import RoundState, to_device
 from specdial.kernels import Backend
 from specdial.kernels.full_attention import full_attention
 from specdial.policies.errors import UserError
+
+STOP_SLOTS = 16  # stop tokens a model may have
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +52,16 @@ class Sequences:
         if history is not None:
             keys = self.cache.capacity_tokens
             self.history = History(decoder.config, batch, keys, history, device=decoder.device, backend=backend)
-        self.graphs = Graphs(decoder.device)
+        self.graphs = Graphs(decoder.device, self._at_rest)
         self.tokens: list[list[int]] = [[] for _ in range(batch)]
         self.prompt_tokens = np.zeros(batch, dtype=np.int64)
         self.limits = np.zeros(batch, dtype=np.int64)  # new tokens allowed
         self.done = np.ones(batch, dtype=np.bool_)
         self.stop_ids: frozenset[int] = frozenset()
+        # What a round needs to know and changes, on the device: [B] each
+        self.pending, self.before, self.room = torch.zeros(3, batch, dtype=torch.int64, device=decoder.device).unbind()
+        self.stops = torch.full((STOP_SLOTS,), -1, device=decoder.device)  # stop tokens, padded with -1
+        self._states: dict[int, RoundState] = {}
 
     @property
     def batch(self) -> int:
@@ -68,9 +78,13 @@ class Sequences:
         left = self.limits - (self.committed - self.prompt_tokens)
         return np.where(self.done, 0, left)
 
-    def pending(self) -> Tensor:
-        """The last committed token of each sequence, [B] on the device."""
-        return torch.tensor([t[-1] for t in self.tokens], device=self.decoder.device)
+    def state(self, most_drafts: int) -> RoundState:
+        """The buffers of rounds with up to so many drafts; the same ones every time, as captured graphs need them."""
+        if most_drafts not in self._states:
+            self._states[most_drafts] = RoundState(
+                self.batch, most_drafts, device=self.decoder.device, backend=self.backend
+            )
+        return self._states[most_drafts]
 
     def prefill(self, prompts: list[list[int]], limits: list[int], stop_ids: frozenset[int] = frozenset()) -> None:
         """Read the prompts (all but each last token, which stays pending). Raises UserError on an empty prompt."""
@@ -79,21 +93,22 @@ class Sequences:
         self.tokens = [list(prompt) for prompt in prompts]
         self.prompt_tokens = self.committed
         self.limits = np.array(limits, dtype=np.int64)
+        if len(stop_ids) > STOP_SLOTS:
+            raise UserError(f"{len(stop_ids)} stop tokens, more than {STOP_SLOTS}", "name fewer")
         self.stop_ids = stop_ids
-        self.done = self.limits <= 0
+        to_device(np.array([*sorted(stop_ids), *[-1] * (STOP_SLOTS - len(stop_ids))]), self.stops)
         if self.history is not None:
             self.history.clear()
         for b, prompt in enumerate(prompts):
             prefill_one(self, b, prompt[:-1])
-        self.cache.set_lengths(self.prompt_tokens - 1)
+        self._start()
         if self.history is not None:
             self.history.save()
 
     def rewind(self) -> None:
         """Back to the state right after `prefill`, so that another policy decodes the same prompts."""
         self.tokens = [t[:p] for t, p in zip(self.tokens, self.prompt_tokens)]
-        self.done = self.limits <= 0
-        self.cache.set_lengths(self.prompt_tokens - 1)
+        self._start()
         if self.history is not None:
             self.history.restore()
 
@@ -118,25 +133,35 @@ class Sequences:
         self.tokens = [list(tokens) for _ in range(self.batch)]
         self.prompt_tokens = self.committed
         self.limits = np.full(self.batch, limit, dtype=np.int64)
-        self.done = np.zeros(self.batch, dtype=np.bool_)
+        self._start()
+
+    @contextmanager
+    def _at_rest(self) -> Iterator[None]:
+        """While a pass is practised no sequence may emit: then nothing is committed, and what is left is put back."""
+        small = [self.pending, self.before, self.room, *(state.packed for state in self._states.values())]
+        saved = [tensor.clone() for tensor in small]
+        self.room.zero_()
+        yield
+        for tensor, value in zip(small, saved):
+            tensor.copy_(value)
+
+    def _start(self) -> None:
+        """Tell the device where decoding starts: everything but each last token is cached, that one is pending."""
+        self.done = self.limits <= 0
         self.cache.set_lengths(self.prompt_tokens - 1)
+        to_device(np.array([t[-1] for t in self.tokens]), self.pending)
+        to_device(np.array([t[-2] if len(t) > 1 else 0 for t in self.tokens]), self.before)
+        to_device(np.maximum(self.limits, 0), self.room)
 
     def forward_block(self, tokens: Tensor, *, padded: bool, rows: bool) -> Block:
         """Full attention over everything cached for a block of tokens [B, T], written behind the committed keys.
 
         padded: on a CPU, round T up to ROW_MULTIPLE inside. rows: also collect the attention rows. Commits nothing.
-        On a GPU the result lives in a graph's buffers, until the next block of this length.
         """
         T = tokens.shape[1]
         if padded and not self.cache.on_gpu:
             tokens = F.pad(tokens, (0, round_up(T, ROW_MULTIPLE) - T))
         width = self.cache.width(tokens.shape[1])
-        block: Block = self.graphs.run(
-            ("block", tokens.shape[1], rows), lambda static: self._block(static, width, rows), tokens
-        )
-        return Block(block.logits[:, :T], block.rows)
-
-    def _block(self, tokens: Tensor, width: int, rows: bool) -> Block:
         lengths = self.cache.lengths
         collected = self.history.rows(tokens.shape[1], self.batch) if rows and self.history is not None else None
 
@@ -146,15 +171,16 @@ class Sequences:
                 return self.history.attend(collected, layer, q, kv, lengths)
             return full_attention(q, *kv, lengths, backend=self.backend)[0]
 
-        return Block(self.decoder.logits(self.forward_rows(tokens, lengths, attend)), collected)
+        return Block(self.forward_rows(tokens, lengths, attend)[:, :T], collected)
 
     def forward_rows(self, tokens: Tensor, lengths: Tensor, attend: AttendCached) -> Tensor:
-        """Hidden states [B, T, hidden] of tokens [B, T] at positions lengths[b] + t, their keys written to the cache.
+        """Logits [B, T, V] of tokens [B, T] at positions lengths[b] + t, their keys written to the cache.
 
         On a GPU through the fused kernels, on a CPU through the plain ones.
         """
         if self.cache.on_gpu:
-            return self.decoder.forward_cached(tokens, lengths, self.cache.layer, attend, backend=self.backend)
+            hidden = self.decoder.forward_cached(tokens, lengths, self.cache.layer, attend, backend=self.backend)
+            return self.decoder.logits(hidden)
         positions = lengths[:, None] + torch.arange(tokens.shape[1], device=tokens.device)  # [B, T]
 
         def keep(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -164,23 +190,18 @@ class Sequences:
                 self.cache.write_at(layer, k, v, positions)
             return attend(layer, q)
 
-        return self.decoder.forward(tokens, positions, keep)
+        return self.decoder.logits(self.decoder.forward(tokens, positions, keep))
 
-    def push_history(self, block: Block, committed: np.ndarray) -> None:
-        """Take the first committed[b] attention rows of the block behind the present lengths into history."""
-        if self.history is None or block.rows is None:
-            return
-        history, rows = self.history, block.rows
-        counts = torch.from_numpy(committed).to(self.cache.lengths.device)
-        self.graphs.run(
-            ("push", block.logits.shape[1]), lambda static: history.push(rows, self.cache.lengths, static), counts
-        )
+    def advance(self, block: Block, counts: Tensor) -> None:
+        """Take the first counts[b] rows of a block as committed, on the device: into history, then the lengths. [B]"""
+        if self.history is not None and block.rows is not None:
+            self.history.push(block.rows, self.cache.lengths, counts)
+        self.cache.advance(counts)
 
-    def commit(self, emitted: list[list[int]]) -> None:
-        """Append emitted tokens to each sequence and count the keys that belong to them. Sets `done`."""
-        rows = np.array([len(e) for e in emitted], dtype=np.int64)
-        for b, new in enumerate(emitted):
-            self.tokens[b].extend(new)
-            if new and (new[-1] in self.stop_ids or self.remaining[b] <= 0):
-                self.done[b] = True
-        self.cache.commit(rows)
+    def commit(self, emitted: list[list[int]], counts: npt.NDArray[np.int64]) -> None:
+        """Take note of what `advance` did: append emitted tokens, of which there are counts [B]. Sets `done`."""
+        for tokens, new in zip(self.tokens, emitted):
+            tokens.extend(new)
+        stopped = np.array([bool(new) and new[-1] in self.stop_ids for new in emitted])
+        self.done = self.done | stopped | (self.remaining <= 0)
+        self.cache.note(counts)

@@ -5,8 +5,9 @@ import pytest
 import torch
 from scipy.stats import chi2_contingency
 
-from specdial.engine import loop
-from specdial.engine.drafters.sparse_self import CompactDraft, GatherDraft, choose_keys
+from specdial.engine import acceptance
+from specdial.engine.drafters.selection import choose_keys
+from specdial.engine.drafters.sparse_self import CompactDraft, GatherDraft
 from specdial.engine.history import HistorySpec
 from specdial.engine.loop import Decoding
 from specdial.engine.sampling import Sampling, Verdict, draw
@@ -147,7 +148,9 @@ def test_drafting_writes_nothing_into_the_cache(tiny_model):
     s = sequences(tiny_model("llama"), [prompt(120)], [40])
     before = s.cache.k.clone()
     decoding = Decoding(s, lossless("fixed-4"), Sampling(), [0])
-    decoding._draft(lossless("fixed-4"), decoding.controllers[0], np.array([4]))
+    draft = decoding.drafters[0].begin(4)
+    for depth in range(4):
+        draft.step(depth, s.pending)
     assert torch.equal(s.cache.k, before)
 
 
@@ -157,10 +160,10 @@ def test_gathered_and_copied_keys_give_the_same_drafts(tiny_model, page):
     s = sequences(tiny_model("llama", head_dim=64), prompts, [8, 8, 8], page=page)
     draft_kv = DraftKV(budget=48, sink=2, recent=8, window=8, page=page)
     selection = choose_keys(s.history, s.cache.lengths, draft_kv)
-    copied, gathered = CompactDraft(s, selection, steps=4), GatherDraft(s, selection, steps=4)
-    token = s.pending()
-    for _ in range(4):
-        a, b = copied.step(token), gathered.step(token)
+    copied, gathered = CompactDraft(s, selection, s.cache.lengths, steps=4), GatherDraft(s, selection)
+    token = s.pending
+    for depth in range(4):
+        a, b = copied.step(depth, token), gathered.step(depth, token)
         assert torch.allclose(a.logits, b.logits, atol=1e-4)
         assert torch.allclose(a.signals, b.signals, atol=1e-4)
         token = a.token
@@ -177,10 +180,7 @@ def sampled_pairs(model, policy, seed):
     """Counts of the second and third new token over many lanes of one prompt: [V, V]."""
     one = sequences(model, [prompt(60, vocab=11)], [3])
     s = one.repeated(LANES)
-    s.limits[:] = 3
-    s.done[:] = False
-    s.cache.set_lengths(np.full(LANES, 59))
-    s.stop_ids = frozenset()
+    s.hold(one.tokens[0], limit=3)
     list(Decoding(s, policy, Sampling(temperature=0.7, seed=seed), list(range(LANES))).rounds())
     counts = np.zeros((12, 12))
     for tokens in s.tokens:
@@ -211,14 +211,14 @@ def test_sampled_speculation_has_the_plain_distribution(small_vocabulary):
         assert p_value(plain, sampled_pairs(small_vocabulary, narrow(name), seed=2)) > 0.001, name
 
 
-def accept_all(drafts, k, draft_probs, target_probs, random):
+def accept_all(drafts, k, draft_probs, target_probs, u):
     following = target_probs[torch.arange(len(k)), k]
-    return Verdict(k.clone(), draw(following, random), None)
+    return Verdict(k.clone(), draw(following, u[:, -1]), torch.ones_like(u[:, :-1]))
 
 
 def test_a_broken_acceptance_rule_fails_the_same_test(small_vocabulary, monkeypatch):
     plain = sampled_pairs(small_vocabulary, PLAIN, seed=1)
-    monkeypatch.setattr(loop, "verify_sampled", accept_all)
+    monkeypatch.setattr(acceptance, "verify_sampled", accept_all)
     assert p_value(plain, sampled_pairs(small_vocabulary, narrow("fixed-4"), seed=2)) < 0.001
 
 

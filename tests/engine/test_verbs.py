@@ -234,15 +234,13 @@ def test_validate_compares_with_plain_and_with_what_was_predicted(shared, tmp_pa
 def test_validate_sees_an_output_that_is_not_the_plain_one(shared, tmp_path, monkeypatch):
     """An acceptance rule that accepts every draft is caught by the comparison with plain decoding."""
     from specdial.engine import loop
-    from specdial.engine.sampling import Verdict
 
-    honest = loop.verify_greedy
+    def gullible(drafts, choices, k, room, *, accepted, judged, **rest):
+        accepted.copy_(k)
+        settle(drafts, choices, k, room, accepted=accepted, judged=True, **rest)
 
-    def gullible(drafts, k, logits):
-        verdict = honest(drafts, k, logits)
-        return Verdict(k.clone(), verdict.next_token, None)
-
-    monkeypatch.setattr(loop, "verify_greedy", gullible)
+    settle = loop.settle
+    monkeypatch.setattr(loop, "settle", gullible)
     found = validate.run(
         {**shared, "policies": [FIXED], "split": "all", "repeats": 1, "bootstrap": 10, "out": str(tmp_path / "v")}
     )

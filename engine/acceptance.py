@@ -1,0 +1,77 @@
+"""How a round's tokens are chosen: drafts from proposals, the target's tokens from logits, acceptance where it is drawn.
+
+Greedy acceptance (drafts equal to the target's choice) is left to `kernels.settle`. Synthetic acceptance accepts each
+depth with a given probability whatever the draft says: it measures the cost of a given acceptance, its text is void.
+"""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from specdial.engine.drafters.base import Proposal
+from specdial.engine.round_state import RoundState, to_device
+from specdial.engine.sampling import (
+    Sampling,
+    accept_leading,
+    distribution,
+    draw,
+    generators,
+    uniforms,
+    verify_sampled,
+)
+from specdial.kernels.token_statistics import logit_statistics
+
+
+class Judge:
+    """The choice of tokens for one batch. Each sequence has random numbers of its own, the same many every round."""
+
+    def __init__(
+        self,
+        state: RoundState,
+        sampling: Sampling,
+        numbers: list[int],
+        *,
+        vocab: int,
+        synthetic: tuple[float, ...] = (),
+    ) -> None:
+        """synthetic: probability of acceptance at each depth, given the depths before; the last one goes on."""
+        self.state, self.sampling = state, sampling
+        self.key = (sampling, synthetic)
+        self._random = generators(sampling, numbers)
+        self._synthetic = [synthetic[min(i, len(synthetic) - 1)] for i in range(state.most_drafts)] if synthetic else []
+        if not sampling.greedy and state.draft_probs is None:
+            state.draft_probs = torch.zeros(state.batch, state.most_drafts, vocab, device=state.block.device)
+
+    def prepare(self) -> None:
+        """Fresh random numbers for a round, where it needs any."""
+        if self._synthetic or not self.sampling.greedy:
+            to_device(uniforms(self._random, self.state.uniforms.shape[1]), self.state.uniforms)
+        if self._synthetic:
+            to_device(np.array(self._synthetic), self.state.acceptance)
+
+    def pick(self, proposal: Proposal, depth: int) -> Tensor:
+        """The draft of one depth, [B]: a pass."""
+        if self.state.draft_probs is None or self.sampling.greedy:
+            return proposal.token
+        probabilities = distribution(proposal.logits, self.sampling)
+        self.state.draft_probs[:, depth] = probabilities
+        return draw(probabilities, self.state.uniforms[:, depth])
+
+    def choices(self, logits: Tensor, k: int) -> tuple[Tensor, bool]:
+        """The target's token at every row of logits [B, k+1, V], and whether `state.accepted` is decided: a pass."""
+        state = self.state
+        B, K = state.batch, state.most_drafts
+        accept = state.uniforms[:, K : K + k]
+        if self.sampling.greedy:
+            best = logit_statistics(logits.flatten(0, 1), backend=state.backend)[0].view(B, k + 1)
+            if not self._synthetic:
+                return best, False
+            state.accepted.copy_(accept_leading(accept < state.acceptance[:k], state.k))
+            return best, True
+        target = distribution(logits, self.sampling)
+        q = target[:, :0] if state.draft_probs is None else state.draft_probs[:, :k]
+        u = torch.cat([accept, state.uniforms[:, 2 * K :]], dim=1)  # [B, k+1]
+        verdict = verify_sampled(state.drafts[:, :k], state.k, q, target, u)
+        state.accepted.copy_(verdict.accepted)
+        state.accept_prob[:, :k] = verdict.accept_prob
+        return verdict.next_token[:, None].expand(B, k + 1).contiguous(), True
