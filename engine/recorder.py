@@ -121,6 +121,6 @@ def _draft_rows(played: list[Round], active: npt.NDArray[np.bool_], grids: Grids
     return _Rows(columns, _starts(b, active.shape[1]))
 
 
-def _starts(b: npt.NDArray[np.int64], batch: int) -> npt.NDArray[np.int64]:
+def _starts(b: Column, batch: int) -> npt.NDArray[np.int64]:
     """Where each place's rows begin in the sorted places b, and where the last one's end: [batch + 1]."""
     return np.searchsorted(b, np.arange(batch + 1))
