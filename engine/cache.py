@@ -1,7 +1,8 @@
 """The KV cache of a batch. It owns all length arithmetic: what is committed, what may be overwritten, how much fits.
 
 Layout per layer [B, Hk, S, D], so that each head streams contiguously. Keys past `lengths` are scratch: a verification
-writes its block there, `commit`, or `advance` and `note`, make the accepted part count, and the next block overwrites the rest.
+writes its block there, `commit` (or `advance` and `note`) makes the accepted part count, the next block overwrites the
+rest.
 """
 
 import numpy as np

@@ -1,8 +1,8 @@
 """Passes over device tensors, captured as CUDA graphs on first use and replayed afterwards.
 
 A pass must be a function of its inputs and of buffers that stay where they are, and must not wait for the host. Before
-it is captured it runs twice for practice, inside `at_rest`, which sees to it that nothing lasting changes. On a CPU it is
-simply called. What a replay returns is overwritten by the next replay of the same pass.
+it is captured it runs twice for practice, inside `at_rest`, which sees to it that nothing lasting changes. On a CPU it
+is simply called. What a replay returns is overwritten by the next replay of the same pass.
 """
 
 import time

@@ -9,6 +9,7 @@ early wait for the longest one; their padding drafts are never accepted. Leaves 
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -160,7 +161,7 @@ class Decoding:
         if drafter is not None and going.any():
             draft = run((*name, "begin"), lambda: self._begin(drafter, widest))
             while going.any():
-                run((*name, depth), lambda: self._step(draft, depth))
+                run((*name, depth), partial(self._step, draft, depth))
                 depth += 1
                 k += going
                 if controller.adaptive:
@@ -237,7 +238,7 @@ class Decoding:
         return self.policy.variant_index(int(self.s.committed[~self.s.done].max()), self.s.batch)
 
     def _may_run_ahead(self) -> bool:
-        """Can another round be launched before the one in flight is read? Only if nothing the host learns decides it."""
+        """Can another round start before the one in flight is read? Only if nothing the host learns decides it."""
         if not self.s.graphs.enabled or len(self.variants) > 1 or self.controllers[0].adaptive:
             return False
         return bool((self.s.remaining > self.policy.k_max + 1).any())

@@ -76,9 +76,9 @@ def accept_leading(agreed: Tensor, k: Tensor) -> Tensor:
 
 
 def verify_sampled(drafts: Tensor, k: Tensor, draft_probs: Tensor, target_probs: Tensor, u: Tensor) -> Verdict:
-    """Exact speculative acceptance. drafts [B, K]; draft_probs [B, K, V]; target_probs [B, K+1, V]; uniforms u [B, K+1].
+    """Exact acceptance of drafts [B, K], of which k [B] count. draft_probs [B, K, V]; target_probs [B, K+1, V].
 
-    The output follows target_probs whatever the drafts are. k [B] drafts count.
+    u: [B, K+1] uniforms. The output follows target_probs whatever the drafts are.
     """
     B, K = drafts.shape
     p = target_probs[:, :K].gather(2, drafts[..., None])[..., 0]  # [B, K]

@@ -23,6 +23,7 @@ from specdial.engine.prefill import ROW_MULTIPLE, prefill_one
 from specdial.engine.round_state import RoundState, to_device
 from specdial.kernels import Backend
 from specdial.kernels.full_attention import full_attention
+from specdial.kernels.linear import MAX_ROWS
 from specdial.policies.errors import UserError
 
 STOP_SLOTS = 16  # stop tokens a model may have
@@ -173,11 +174,17 @@ class Sequences:
 
         return Block(self.forward_rows(tokens, lengths, attend)[:, :T], collected)
 
-    def forward_rows(self, tokens: Tensor, lengths: Tensor, attend: AttendCached) -> Tensor:
+    def forward_rows(self, tokens: Tensor, lengths: Tensor, attend: AttendCached, *, float8: bool = False) -> Tensor:
         """Logits [B, T, V] of tokens [B, T] at positions lengths[b] + t, their keys written to the cache.
 
-        On a GPU through the fused kernels, on a CPU through the plain ones.
+        On a GPU through the fused kernels, few rows through the most fused ones; on a CPU through the plain ones.
+        float8: by float8 copies of the weights, on a GPU and for few rows only.
         """
+        if self.cache.on_gpu and tokens.numel() <= MAX_ROWS:
+            step = self.decoder.fused_step(float8=float8)
+            return step.logits(tokens, lengths, self.cache.layer, attend, backend=self.backend)
+        if float8:
+            raise ValueError(f"float8 weights serve up to {MAX_ROWS} rows on a GPU")
         if self.cache.on_gpu:
             hidden = self.decoder.forward_cached(tokens, lengths, self.cache.layer, attend, backend=self.backend)
             return self.decoder.logits(hidden)

@@ -8,7 +8,7 @@ from specdial.engine.sequences import Sequences
 from specdial.policies.schema import Policy
 
 DRAFTERS: dict[str, Callable[[Sequences, Policy], Drafter]] = {
-    "sparse_self": lambda s, policy: SparseSelf(s, policy.draft_kv),
+    "sparse_self": lambda s, policy: SparseSelf(s, policy.draft_kv, float8=policy.drafter.weights == "fp8"),
 }
 
 

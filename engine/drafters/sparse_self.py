@@ -24,11 +24,13 @@ from specdial.policies.schema import DraftKV
 class SparseSelf:
     """Drafts of the sequences by their own target."""
 
-    def __init__(self, sequences: Sequences, draft_kv: DraftKV) -> None:
+    def __init__(self, sequences: Sequences, draft_kv: DraftKV, *, float8: bool) -> None:
+        """float8: draft with float8 copies of the weights."""
         if sequences.history is None:
             raise ValueError("self-drafting needs sequences with history")
         self.s, self.history, self.draft_kv = sequences, sequences.history, draft_kv
-        self.key: Hashable = ("sparse_self", draft_kv)
+        self.float8 = float8
+        self.key: Hashable = ("sparse_self", draft_kv, float8)
         self._rounds = 0
         self._kept: Selection | None = None  # of a selection that lasts longer than a round
 
@@ -44,8 +46,8 @@ class SparseSelf:
         """See Drafter."""
         selection = self._choose() if self._kept is None else self._kept
         if self.s.backend == "triton":
-            return GatherDraft(self.s, selection)
-        return CompactDraft(self.s, selection, self.s.cache.lengths.clone(), steps=steps)
+            return GatherDraft(self.s, selection, float8=self.float8)
+        return CompactDraft(self.s, selection, self.s.cache.lengths.clone(), steps=steps, float8=self.float8)
 
     def _choose(self) -> Selection:
         return choose_keys(self.history, self.s.cache.lengths, self.draft_kv)
@@ -54,9 +56,12 @@ class SparseSelf:
 class CompactDraft:
     """Lanes are the sequences of a batch, or positions of one sequence; their keys are copied once a round."""
 
-    def __init__(self, sequences: Sequences, selection: Selection, lengths: Tensor, *, steps: int) -> None:
+    def __init__(
+        self, sequences: Sequences, selection: Selection, lengths: Tensor, *, steps: int, float8: bool = False
+    ) -> None:
         """lengths: [N] keys cached for each lane; lanes are the batch, or any number of positions of a batch of one."""
-        self.decoder, self.backend, cache = sequences.decoder, sequences.backend, sequences.cache
+        self.backend, cache = sequences.backend, sequences.cache
+        self.decoder = sequences.decoder.in_float8() if float8 else sequences.decoder
         indices, self.counts = selection.as_tokens(lengths)
         self.positions = lengths  # [N] of the first input token
         L, N, Hk, C = indices.shape
@@ -86,9 +91,10 @@ class CompactDraft:
 class GatherDraft:
     """Lanes are the sequences of a batch; keys are read in place through their indices."""
 
-    def __init__(self, sequences: Sequences, selection: Selection) -> None:
+    def __init__(self, sequences: Sequences, selection: Selection, *, float8: bool = False) -> None:
         """On a GPU the selection must lie in buffers that stay."""
         self.s = sequences
+        self.float8 = float8
         self.selection = selection
 
     def step(self, depth: int, tokens: Tensor) -> Proposal:
@@ -115,5 +121,5 @@ class GatherDraft:
                 workspace=workspace,
             )
 
-        logits = self.s.forward_rows(tokens[:, None], lengths, attend)
+        logits = self.s.forward_rows(tokens[:, None], lengths, attend, float8=self.float8)
         return propose(logits[:, -1], self.s.backend)

@@ -7,7 +7,8 @@ Every operation here works row by row, so a token's result depends on other toke
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -17,10 +18,14 @@ from specdial.engine.models.config import ModelConfig
 from specdial.engine.models.rope import cos_sin, inverse_frequencies, rotate
 from specdial.engine.models.tensors import ignorable, tensor_shapes
 from specdial.kernels import Backend
+from specdial.kernels.linear import quantise
 from specdial.kernels.norm import add_rms_norm
 from specdial.kernels.rope_cache import rope_and_cache
 from specdial.kernels.swiglu import swiglu
 from specdial.policies.errors import UserError
+
+if TYPE_CHECKING:
+    from specdial.engine.models.fused import FusedStep
 
 # attend(layer, q [B, T, H, D], k [B, T, Hk, D], v [B, T, Hk, D]) -> [B, T, H, D]; RoPE is already in q and k.
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
@@ -52,21 +57,22 @@ class Decoder:
         self.config = config
         self.device = embedding.device
         self.dtype = embedding.dtype
-        self._embedding = embedding  # [V, hidden]
-        self._layers = layers
-        self._norm = norm  # [hidden]
-        self._head = head  # [V, hidden]; the embedding itself when tied
+        self.embedding = embedding  # [V, hidden]
+        self.layers = layers
+        self.norm = norm  # [hidden]
+        self.head = head  # [V, hidden]; the embedding itself when tied
         inverse, self._attention_factor = inverse_frequencies(config.rope, config.head_dim)
         self._inverse = inverse.to(self.device)  # [D/2]
-        self._angles: list[
-            tuple[Tensor, Tensor]
-        ] = []  # growing tables; captured graphs may still read the shorter ones
+        # growing tables; captured graphs may still read the shorter ones
+        self._angles: list[tuple[Tensor, Tensor]] = []
+        self._fused: dict[bool, FusedStep] = {}
+        self._in_float8: Decoder | None = None
 
     @property
     def weight_bytes(self) -> int:
         """Bytes of weights one forward pass and its logits read (the embedding counts once, as the head)."""
-        tensors = [self._head, self._norm]
-        for layer in self._layers:
+        tensors = [self.head, self.norm]
+        for layer in self.layers:
             tensors += [t for t in (getattr(layer, name) for name in Layer.__slots__) if t is not None]
         return sum(t.numel() * t.element_size() for t in tensors)
 
@@ -89,9 +95,9 @@ class Decoder:
         c = self.config
         widths = (c.heads * c.head_dim, c.kv_heads * c.head_dim, c.kv_heads * c.head_dim)
         cos, sin = cos_sin(positions, self._inverse, self._attention_factor)  # [B, T, 1, D] each
-        x = F.embedding(tokens, self._embedding)  # [B, T, hidden]
+        x = F.embedding(tokens, self.embedding)  # [B, T, hidden]
         tapped: dict[int, Tensor] = {}
-        for index, layer in enumerate(self._layers):
+        for index, layer in enumerate(self.layers):
             if index in taps:
                 tapped[index] = x
             normed = rms_norm(x, layer.attention_norm, c.norm_eps)
@@ -105,7 +111,7 @@ class Decoder:
             x = x + F.linear(mixed.flatten(-2), layer.out)
             gate, up = F.linear(rms_norm(x, layer.mlp_norm, c.norm_eps), layer.gate_up).chunk(2, -1)
             x = x + F.linear(F.silu(gate) * up, layer.down)
-        return rms_norm(x, self._norm, c.norm_eps), tapped
+        return rms_norm(x, self.norm, c.norm_eps), tapped
 
     @torch.inference_mode()
     def forward_cached(
@@ -119,8 +125,8 @@ class Decoder:
         c = self.config
         cos, sin = self.angles(cache(0)[0].shape[2])
         x: Tensor | None = None
-        branch = F.embedding(tokens, self._embedding)  # [B, T, hidden]
-        for index, layer in enumerate(self._layers):
+        branch = F.embedding(tokens, self.embedding)  # [B, T, hidden]
+        for index, layer in enumerate(self.layers):
             normed, x = add_rms_norm(branch, x, layer.attention_norm, c.norm_eps, backend=backend)
             q = rope_and_cache(
                 F.linear(normed, layer.qkv, layer.qkv_bias),
@@ -138,7 +144,25 @@ class Decoder:
                 F.linear(mixed.flatten(-2), layer.out), x, layer.mlp_norm, c.norm_eps, backend=backend
             )
             branch = F.linear(swiglu(F.linear(normed, layer.gate_up), backend=backend), layer.down)
-        return add_rms_norm(branch, x, self._norm, c.norm_eps, backend=backend)[0]
+        return add_rms_norm(branch, x, self.norm, c.norm_eps, backend=backend)[0]
+
+    def fused_step(self, *, float8: bool) -> FusedStep:
+        """The fused step for few rows, by these weights or by float8 copies; made once."""
+        if float8 not in self._fused:
+            from specdial.engine.models.fused import FusedStep  # which needs this module first
+
+            self._fused[float8] = FusedStep(self, float8=float8)
+        return self._fused[float8]
+
+    def in_float8(self) -> Decoder:
+        """This decoder with every matrix rounded to float8 and back, in its own dtype; made once."""
+        if self._in_float8 is None:
+            layers = [
+                replace(layer, **{name: rounded(getattr(layer, name)) for name in ("qkv", "out", "gate_up", "down")})
+                for layer in self.layers
+            ]
+            self._in_float8 = Decoder(self.config, self.embedding, layers, self.norm, rounded(self.head))
+        return self._in_float8
 
     def angles(self, positions: int) -> tuple[Tensor, Tensor]:
         """cos and sin of positions 0 .. positions-1, [>= positions, D/2] float32; made once for the longest asked."""
@@ -152,7 +176,10 @@ class Decoder:
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [..., V] float32 of hidden states [..., hidden] that `forward` returned."""
-        return F.linear(hidden, self._head).float()
+        if hidden.is_cuda and hidden.dtype != torch.float32:  # the sums as they are, not rounded in between
+            product = torch.mm(hidden.flatten(0, -2), self.head.t(), out_dtype=torch.float32)
+            return product.unflatten(0, hidden.shape[:-1])
+        return F.linear(hidden, self.head).float()
 
     @classmethod
     def from_weights(
@@ -207,6 +234,12 @@ class Decoder:
             )
         head = embedding if config.tied_embeddings else take("lm_head.weight")
         return cls(config, embedding, layers, take("model.norm.weight"), head)
+
+
+def rounded(weight: Tensor) -> Tensor:
+    """A weight [N, K] as float8 holds it, in its own dtype."""
+    small = quantise(weight)
+    return (small.values.float() * small.scale[:, None]).to(weight.dtype)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -200,7 +200,7 @@ def p_value(a, b):
 def small_vocabulary(tiny_model):
     """Attention sharpened, so that drafts over a few keys really differ from the target."""
     model = tiny_model("llama", vocab_size=12, eos_token_id=11)
-    for layer in model.decoder._layers:
+    for layer in model.decoder.layers:
         layer.qkv.mul_(3.0)
     return model
 

@@ -103,7 +103,7 @@ def test_taps_are_the_inputs_of_layers(tiny_model, make_attend):
     hidden, taps = decoder.forward_with_taps(tokens, positions, make_attend(), (2, 0))
     assert torch.equal(hidden, decoder.forward(tokens, positions, make_attend()))
     assert taps.shape == (2, 1, 3, 64)
-    assert torch.equal(taps[1], decoder._embedding[tokens])
+    assert torch.equal(taps[1], decoder.embedding[tokens])
     assert not torch.equal(taps[0], taps[1])
 
 
@@ -175,10 +175,34 @@ def test_the_fused_pass_equals_the_plain_one(tiny_model, make_attend, architectu
         tokens, lengths, lambda layer: (keys[layer], values[layer]), mix, backend="reference"
     )
     assert torch.allclose(fused, plain, atol=1e-5)
+    few = decoder.fused_step(float8=False).logits(
+        tokens, lengths, lambda layer: (keys[layer], values[layer]), mix, backend="reference"
+    )
+    assert torch.allclose(few, decoder.logits(plain), atol=1e-4)
     for layer, (k, v) in attend.cache.items():
         assert torch.allclose(keys[layer, :, :, :7].transpose(1, 2), k, atol=1e-5)
         assert torch.allclose(values[layer, :, :, :7].transpose(1, 2), v, atol=1e-5)
         assert not keys[layer, :, :, 7:].any()
+
+
+def test_float8_weights_are_the_same_in_both_forms(tiny_model, make_attend):
+    decoder = tiny_model("qwen2").decoder
+    tokens = torch.arange(14).view(2, 7) * 9
+    small = decoder.in_float8()
+    rounded = small.logits(small.forward(tokens, torch.arange(7).expand(2, 7), make_attend()))
+    exact = decoder.logits(decoder.forward(tokens, torch.arange(7).expand(2, 7), make_attend()))
+    c = decoder.config
+    keys, values = torch.zeros(2, c.layers, 2, c.kv_heads, 20, c.head_dim).unbind()
+
+    def mix(layer, q):
+        return full_attention(q, keys[layer], values[layer], lengths, backend="reference")[0]
+
+    lengths = torch.zeros(2, dtype=torch.int64)
+    fused = decoder.fused_step(float8=True).logits(
+        tokens, lengths, lambda layer: (keys[layer], values[layer]), mix, backend="reference"
+    )
+    assert torch.allclose(fused, rounded, atol=1e-4)
+    assert 1e-3 < (rounded - exact).abs().max() < 0.1 * exact.abs().max()
 
 
 def test_angle_tables_outlive_longer_ones(tiny_model):

@@ -1,0 +1,72 @@
+"""A decoder's step for few rows on a GPU: five fused kernels and attention a layer, weights streamed once.
+
+Leaves out many rows (prefill, wide verifications), where `Decoder.forward_cached` is faster, and attention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from specdial.engine.models.decoder import AttendCached, CacheOf, Decoder
+from specdial.kernels import Backend
+from specdial.kernels.linear import LinearWorkspace, Quantised, linear, quantise
+from specdial.kernels.rope_cache import rope_and_cache
+
+
+@dataclass(frozen=True, slots=True)
+class Products:
+    """The matrices of one layer, as they are or in float8."""
+
+    qkv: Tensor | Quantised
+    out: Tensor | Quantised
+    gate_up: Tensor | Quantised
+    down: Tensor | Quantised
+
+
+class FusedStep:
+    """Logits of up to `linear.MAX_ROWS` rows, by the decoder's own weights or by float8 copies of them."""
+
+    def __init__(self, decoder: Decoder, *, float8: bool) -> None:
+        """float8 takes half a decoder's weights in memory, norms, biases and embedding excepted."""
+        self.decoder = decoder
+        make: Callable[[Tensor], Tensor | Quantised] = quantise if float8 else lambda weight: weight
+        self._products = [
+            Products(make(layer.qkv), make(layer.out), make(layer.gate_up), make(layer.down))
+            for layer in decoder.layers
+        ]
+        self._head = make(decoder.head)
+        self._workspace = LinearWorkspace.allocate(decoder.device)
+
+    @torch.inference_mode()
+    def logits(
+        self, tokens: Tensor, lengths: Tensor, cache: CacheOf, attend: AttendCached, *, backend: Backend
+    ) -> Tensor:
+        """[B, T, V] float32 of tokens [B, T] at positions lengths[b] + t, keys and values written into `cache`."""
+        d, c = self.decoder, self.decoder.config
+        cos, sin = d.angles(cache(0)[0].shape[2])
+        h = F.embedding(tokens, d.embedding)  # [B, T, hidden], the residual stream, changed in place
+        for index, (layer, products) in enumerate(zip(d.layers, self._products)):
+            qkv = linear(
+                h, products.qkv, bias=layer.qkv_bias, norm=layer.attention_norm, eps=c.norm_eps, backend=backend,
+                workspace=self._workspace,
+            )  # fmt: skip
+            q = rope_and_cache(
+                qkv, lengths, *cache(index), cos=cos, sin=sin, backend=backend, q_norm=layer.q_norm,
+                k_norm=layer.k_norm, eps=c.norm_eps,
+            )  # fmt: skip
+            mixed = attend(index, q).flatten(-2)
+            linear(mixed, products.out, residual=h, backend=backend, workspace=self._workspace)
+            active = linear(
+                h, products.gate_up, norm=layer.mlp_norm, eps=c.norm_eps, gated=True, backend=backend,
+                workspace=self._workspace,
+            )  # fmt: skip
+            linear(active, products.down, residual=h, backend=backend, workspace=self._workspace)
+        return linear(
+            h, self._head, norm=d.norm, eps=c.norm_eps, out_dtype=torch.float32, backend=backend,
+            workspace=self._workspace,
+        )  # fmt: skip
