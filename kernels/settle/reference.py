@@ -21,7 +21,9 @@ def settle_reference(
     K = drafts.shape[1]
     place = torch.arange(K + 1, device=drafts.device)  # [K+1]
     k.copy_(torch.minimum(k, (room - 1).clamp(min=0)))
-    if not judged:
+    if judged:
+        accepted.copy_(torch.minimum(accepted, k))
+    else:
         match = (drafts == choices[:, :K]) & (place[:K] < k[:, None])  # [B, K]
         accepted.copy_(match.to(torch.int64).cumprod(dim=1).sum(dim=1))
     following = choices.gather(1, accepted[:, None])  # [B, 1]

@@ -24,7 +24,7 @@ def settle_kernel(
     draft = tl.load(drafts + b * draft_stride + place, mask=place < K, other=-1)
     choice = tl.load(choices + b * choice_stride + place, mask=place <= K, other=-2)
     if JUDGED:
-        agreed = tl.load(accepted + b).to(tl.int32)
+        agreed = tl.minimum(tl.load(accepted + b).to(tl.int32), limit)
     else:
         agreed = tl.min(tl.where((draft == choice) & (place < limit), BLOCK, place))
     following = tl.sum(tl.where(place == agreed, choice, 0))
