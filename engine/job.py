@@ -6,12 +6,14 @@ Leaves out Hydra: settings arrive as plain mappings.
 import os
 import platform
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 
+from specdial.engine.free_memory import free_bytes
 from specdial.engine.history import HistorySpec
+from specdial.engine.memory import Demand, require
 from specdial.engine.sampling import Sampling
 from specdial.engine.sequences import Sequences
 from specdial.engine.weights import LoadedModel, load_model
@@ -48,10 +50,14 @@ class Job:
         """Tokens that end a document: none when the workload ignores the end mark."""
         return frozenset() if self.spec.ignore_eos else frozenset(self.model.tokenizer.eos_ids)
 
-    def sequences(self, documents: list[Document], policies: list[Policy]) -> Sequences:
-        """Prefilled sequences with room for every policy's drafts. Raises UserError past the model's context."""
+    def sequences(self, documents: list[Document], policies: list[Policy], *, copies: int = 0) -> Sequences:
+        """Prefilled sequences with room for every policy's drafts.
+
+        copies: of a single sequence so many copies are to be made beside it (`Sequences.repeated`): see to it that
+        they will fit. Raises UserError past the model's context, and before it allocates more memory than is free.
+        """
         longest = max(len(d.prompt_ids) + d.new_tokens for d in documents)
-        s = empty_sequences(self.model, longest, len(documents), policies)
+        s = empty_sequences(self.model, longest, len(documents), policies, copies=copies)
         s.prefill([d.prompt_ids for d in documents], [d.new_tokens for d in documents], self.stop_ids)
         return s
 
@@ -69,15 +75,31 @@ def load_job(model: ModelSettings, workload: Mapping[str, Any], split: str = "al
     return Job(loaded, model.name or loaded.config.name, spec, [chosen[index] for index in sorted(chosen)])
 
 
-def empty_sequences(model: LoadedModel, longest_tokens: int, batch: int, policies: list[Policy]) -> Sequences:
-    """Sequences with room for `longest_tokens` and every policy's drafts. Raises UserError past the model's context."""
+def empty_sequences(
+    model: LoadedModel, longest_tokens: int, batch: int, policies: list[Policy], *, copies: int = 0
+) -> Sequences:
+    """Sequences with room for `longest_tokens` and every policy's drafts. copies, errors: see `Job.sequences`."""
     model.config.check_context(longest_tokens)
-    return Sequences(
-        model.decoder,
-        longest_tokens + max(p.k_max for p in policies) + 1,
-        batch,
-        history=history_spec(policies),
+    demand = memory_demand(model, longest_tokens, batch, policies)
+    free = free_bytes(model.decoder.device)
+    needed = require(demand, free)
+    if copies:
+        require(replace(demand, batch=copies), free - needed.to_allocate)
+    return Sequences(model.decoder, demand.capacity_tokens, batch, history=demand.history, backend=demand.backend)
+
+
+def memory_demand(model: LoadedModel, longest_tokens: int, batch: int, policies: list[Policy]) -> Demand:
+    """What to predict the memory of such sequences from."""
+    selections = [v.draft_kv.resolved(longest_tokens) for p in policies if p.k_max > 0 for v in p.variants()]
+    return Demand(
+        config=model.config,
+        dtype=model.decoder.dtype,
         backend=backend_for(model.decoder.device),
+        batch=batch,
+        longest_tokens=longest_tokens,
+        k_max=max(p.k_max for p in policies),
+        history=history_spec(policies),
+        selected=max((kv.budget for kv in selections), default=0),
     )
 
 

@@ -90,6 +90,7 @@ def run(settings: Mapping[str, Any]) -> dict[str, Any]:
                 totals["rounds"] += len(tables["rounds"]["doc"])
                 totals["tokens"] += len(tables["outputs"]["position"])
                 bar.advance(1)
+            del sequences  # before the next ones are made
     _print(out, job, policy, totals, len(finished))
     return {"out": str(out), "resumed_documents": len(finished), **totals}
 

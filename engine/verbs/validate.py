@@ -131,6 +131,7 @@ def _measure(job: Job, policies: list[Policy], s: Settings) -> list[Measured]:
                     if repeat == s.repeats:
                         _count(result, rounds, sequences.tokens, reference, s.sampling)
                     bar.advance(1, result.policy.name)
+            del sequences  # before the next ones are made
     return results
 
 
