@@ -7,30 +7,23 @@ give and is not reported. Gate: the captured path must agree with the plain deco
 """
 
 import argparse
-import dataclasses
 import statistics
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import torch
-import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "kernels"))
-from _bench import finish, gate, record, relative_error
+from _bench import finish, record
+from _engine_bench import BANDWIDTH, PARTS, check, plain_bytes, random_sequences
 
 from specdial.engine.history import HistorySpec
 from specdial.engine.loop import Decoding
-from specdial.engine.models import Decoder
 from specdial.engine.sampling import Sampling
-from specdial.engine.sequences import Sequences
 from specdial.engine.weights import load_model
-from specdial.engine.weights.random_weights import RandomWeights
-from specdial.policies.schema import policy_from_mapping
+from specdial.policies.schema import plain_policy, policy_from_mapping
 
-BANDWIDTH = 4.3e12  # bytes a second, the floor's
-PLAIN = policy_from_mapping({"drafter": {"kind": "none"}, "controller": {"kind": "none"}})
 CASES = {  # id: (shape, contexts and batches, bar in ms a step or None, what vLLM 0.23 measured in ms a step)
     "E1-32k": ("llama-3.1-8b", 32768, 1, 5.5, 5.96),
     "E1-130k": ("llama-3.1-8b", 130000, 1, 8.4, 8.95),
@@ -40,43 +33,6 @@ CASES = {  # id: (shape, contexts and batches, bar in ms a step or None, what vL
     "E3-B64": ("qwen2.5-coder-1.5b", 31000, 64, 15.2, 15.47),
 }
 ROUNDS = {"R-B1": ("qwen2.5-coder-1.5b", 31000, 1), "R-B16": ("qwen2.5-coder-1.5b", 31000, 16)}
-
-
-def sequences(model, context, batch, history=None, slack=700):
-    s = Sequences(model.decoder, context + slack, batch, history=history, backend="triton")
-    s.cache.k.normal_()
-    s.cache.v.normal_()
-    if s.history is not None:
-        s.history.ring.uniform_()
-        s.history._scores.uniform_()
-    s.hold([1] * context, limit=slack - 100)
-    return s
-
-
-def check(config):
-    """Logits of a captured block against the plain decoder with naive attention, 300 keys of random cache.
-
-    On four layers of the shape: through all of them, bfloat16 rounding alone reaches 5 %.
-    """
-    shallow = dataclasses.replace(config, layers=4)
-    weights = RandomWeights(shallow, 0, torch.device("cuda"), torch.bfloat16)
-    decoder = Decoder.from_weights(shallow, weights, device="cuda", dtype=torch.bfloat16)
-    model = SimpleNamespace(decoder=decoder, config=shallow)
-    s = sequences(model, 300, 2)
-    tokens = torch.randint(0, 1000, (2, 3), device="cuda")
-    keys, values = s.cache.k.clone(), s.cache.v.clone()
-    got = s.forward_block(tokens, padded=False, rows=False).logits
-
-    def attend(layer, q, k, v):
-        k = torch.cat([keys[layer][:, :, :299], k.transpose(1, 2)], 2)
-        v = torch.cat([values[layer][:, :, :299], v.transpose(1, 2)], 2)
-        mask = torch.ones(3, k.shape[2], dtype=torch.bool, device="cuda").tril(299)
-        return F.scaled_dot_product_attention(q.transpose(1, 2), k, v, attn_mask=mask, enable_gqa=True).transpose(1, 2)
-
-    want = model.decoder.logits(
-        model.decoder.forward(tokens, torch.arange(299, 302, device="cuda").expand(2, 3), attend)
-    )
-    gate(f"{model.config.name} logits", relative_error(got, want), 2e-2)
 
 
 def timed(s, policy, rounds, warmup=6):
@@ -95,11 +51,9 @@ def timed(s, policy, rounds, warmup=6):
 
 def plain(model, id, steps):
     shape, context, batch, bar, vllm = CASES[id]
-    s = sequences(model, context, batch)
-    times, rounds = timed(s, PLAIN, steps)
-    c = model.config
-    kv = 2 * c.layers * c.kv_heads * c.head_dim * 2 * context * batch
-    total = model.decoder.weight_bytes + kv
+    s = random_sequences(model, context, batch)
+    times, rounds = timed(s, plain_policy(), steps)
+    total = plain_bytes(s)
     median = statistics.median(times)
     return record(
         id, f"plain, {shape} shape, random weights, B {batch}, context {context}", median, "ms",
@@ -114,16 +68,13 @@ def rounds(model, id, steps):
     shape, context, batch = ROUNDS[id]
     found = []
     for page in (1, 16, 64):
-        s = sequences(model, context, batch, HistorySpec(16, page))
+        s = random_sequences(model, context, batch, HistorySpec(16, page))
         for k in (1, 4, 8):
             kv = {"budget": 512, "sink": 4, "recent": 64, "page": page}
             policy = policy_from_mapping({"controller": {"kind": "fixed", "k": k}, "draft_kv": kv})
             s.hold([1] * context, limit=600)
             times, done = timed(s, policy, steps)
-            parts = {
-                name: round(statistics.median(getattr(r, f"{name}_us") for r in done) / 1e3, 4)
-                for name in ("draft", "verify", "select", "host")
-            }
+            parts = {name: round(statistics.median(getattr(r, f"{name}_us") for r in done) / 1e3, 4) for name in PARTS}
             found.append(
                 record(
                     f"{id}-page{page}-k{k}", f"self-speculation round, {shape} shape, random weights, B {batch}, "
