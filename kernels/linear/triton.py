@@ -155,8 +155,10 @@ def linear_kernel(
             tl.store(arrivals + tile, 0)
             theirs = partials + tile * SPLITS * width
             acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-            up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-            squares = tl.zeros([BLOCK_M], tl.float32)
+            if GATED:
+                up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+            if NORM:
+                squares = tl.zeros([BLOCK_M], tl.float32)
             for s in tl.static_range(SPLITS):  # fixed order: the sum does not depend on who arrived last
                 acc += tl.load(theirs + s * width + cell, cache_modifier=".cg")
                 if GATED:
