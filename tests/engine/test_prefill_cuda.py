@@ -11,7 +11,7 @@ from specdial.engine.weights import load_model
 
 pytestmark = pytest.mark.gpu
 WINDOW = 8
-TOLERANCE = {"float32": 2e-4, "bfloat16": 3e-2}  # relative error, in the norm
+TOLERANCE = {"float32": 2e-4, "bfloat16": 5e-2}  # relative error, in the norm
 
 
 @pytest.fixture(scope="module")
@@ -82,6 +82,27 @@ def test_chunks_equal_one_pass(folder, monkeypatch, dtype, page):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_default_chunk(folder, dtype):
     check(folder, dtype, 16, [prompt(prefill.CUDA_CHUNK_TOKENS + 1500)])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("rows", "keys"), [(64, 64), (64, 80), (1, 9), (130, 200), (7, 300)])
+def test_the_last_row_sees_the_last_key(dtype, rows, keys):
+    """Few keys, so that one too many or too few would show."""
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    g = torch.Generator().manual_seed(0)
+    q, cache = (
+        torch.randn(1, rows, 8, 64, generator=g).to(dtype),
+        torch.randn(2, 2, keys + 50, 64, generator=g).to(dtype),
+    )
+    k, v = cache[:1, :, :keys], cache[1:, :, :keys]
+    seen = torch.ones(rows, keys, dtype=torch.bool).tril(keys - rows)
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        q.float().transpose(1, 2), k.float(), v.float(), attn_mask=seen, enable_gqa=True
+    ).transpose(1, 2)
+    on_gpu = cache.cuda()
+    out = prefill.causal_attention(q.cuda(), on_gpu[:1, :, :keys], on_gpu[1:, :, :keys])
+    assert distance(out, expected) < (1e-4 if dtype is torch.float32 else 1e-2)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
