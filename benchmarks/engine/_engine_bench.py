@@ -93,13 +93,15 @@ def with_history(s, spec):
     other.tokens = [t[:p] for t, p in zip(s.tokens, s.prompt_tokens)]
     config, keys = s.decoder.config, s.cache.capacity_tokens
     other.history = History(config, s.batch, keys, spec, device=s.decoder.device, backend=s.backend)
-    other.rewind()
-    rows = min(spec.window, int(s.prompt_tokens.min()) - 1)
-    s.cache.set_lengths(s.prompt_tokens - 1 - rows)
-    last = torch.tensor([t[-1 - rows : -1] for t in other.tokens], device=s.decoder.device)  # [B, rows]
-    block = other.forward_block(last, padded=True, rows=True)
-    committed = torch.full((s.batch,), rows, dtype=torch.int64, device=s.decoder.device)
-    other.history.push(block.rows, s.cache.lengths, committed)
+    one = Sequences(s.decoder, 1, 1, history=None, backend=s.backend)  # rows of a whole batch may not fit in memory
+    one.history = other.history
+    for b, tokens in enumerate(other.tokens):
+        one.cache.k, one.cache.v = s.cache.k[:, b : b + 1], s.cache.v[:, b : b + 1]
+        last = tokens[-1 - spec.window : -1]
+        one.cache.set_lengths(np.array([len(tokens) - 1 - len(last)]))
+        block = one.forward_block(torch.tensor([last], device=s.decoder.device), padded=True, rows=True)
+        committed = torch.full((1,), len(last), dtype=torch.int64, device=s.decoder.device)
+        other.history.push(block.rows, one.cache.lengths, committed, only=b)
     other.history.save()
     other.rewind()
     return other
