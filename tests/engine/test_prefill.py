@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from specdial.engine import prefill
+from specdial.engine.cache import KVCache
 from specdial.engine.history import HistorySpec
 from specdial.engine.prefill import CPU_CHUNK_TOKENS, causal_attention, prefill_one
 from specdial.engine.sequences import Sequences
@@ -53,9 +54,21 @@ def one_pass(decoder, tokens):
 def test_chunks_equal_one_pass(model, monkeypatch, tokens, chunk):
     """Prompts shorter than the window, of the window, and on either side of chunk boundaries."""
     monkeypatch.setattr(prefill, "CPU_CHUNK_TOKENS", chunk)
-    given = prompt(tokens)
+    check(model, prompt(tokens))
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3"])
+@pytest.mark.parametrize("tokens", [1, WINDOW - 1, WINDOW + 2, 73, 130])
+def test_the_way_a_gpu_goes_equals_one_pass(tiny_model, monkeypatch, tokens, architecture):
+    """Fused pass, bottom-right bias, the whole capacity in view: here by the reference kernels."""
+    monkeypatch.setattr(prefill, "CUDA_CHUNK_TOKENS", 32)
+    monkeypatch.setattr(KVCache, "on_gpu", True)
+    check(tiny_model(architecture), prompt(tokens))
+
+
+def check(model, given):
     s = prefilled(model, [given])
-    n = tokens - 1  # the last one stays pending
+    n = len(given) - 1  # the last one stays pending
     assert s.cache.host_lengths.tolist() == [n]
     if n == 0:
         assert not s.history.ring.any()
