@@ -14,6 +14,7 @@ from specdial import policies
 from specdial.policies.errors import UserError
 from specdial.policies.fields import to_plain
 from specdial.policies.file import load_policy
+from specdial.policies.naming import short_name
 from specdial.policies.schema import Policy
 
 BUILTIN = Path(policies.__file__).parent / "builtin"
@@ -111,16 +112,6 @@ def _merge(policy: Policy, overrides: dict[str, Any]) -> dict[str, Any]:
     if changed:
         if plain["drafter"]["kind"] == "none" and plain["controller"]["kind"] != "none":
             plain["drafter"] = {"kind": "sparse_self"}
-        plain |= {"expected": None, "measured": None, "provenance": None, "name": _name(plain)}
+        plain |= {"expected": None, "measured": None, "provenance": None}
+        plain["name"] = short_name(*(plain[part] for part in PARTS))
     return plain
-
-
-def _name(plain: dict[str, Any]) -> str:
-    """What tells a changed policy from the others of a sweep: rate-k8-b256, lookup-fixed-k4-b512."""
-    drafter, controller, kv = plain["drafter"], plain["controller"], plain["draft_kv"]
-    parts = [] if drafter["kind"] in ("none", "sparse_self") else [drafter["kind"]]
-    parts += [drafter["weights"]] if drafter.get("weights", "model") != "model" else []
-    parts += [controller["kind"], f"k{controller.get('k', controller.get('k_max', 0))}"]
-    parts += [f"f{kv['budget_frac']:g}" if kv.get("budget_frac") else f"b{kv['budget']}"]
-    parts += [f"{mark}{kv[name]:g}" for name, mark in (("decay", "d"), ("refresh_rounds", "r")) if kv.get(name, 1) != 1]
-    return "-".join([*parts, *(["lag"] if controller.get("lag") else [])])

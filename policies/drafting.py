@@ -40,8 +40,14 @@ class Drafter:
 
     @property
     def label(self) -> str:
-        """Under which cost tables file it: the kind, and weights other than the model's own."""
-        return self.kind if self.weights == "model" else f"{self.kind}/{self.weights}"
+        """Under which cost tables file it: the kind, and whose or which weights it drafts with."""
+        weights = self.model or ("" if self.weights == "model" else self.weights)
+        return f"{self.kind}/{weights}" if weights else self.kind
+
+    @property
+    def reads_selection(self) -> bool:
+        """Does it read the policy's draft_kv? The others draft without the target's keys."""
+        return self.kind in ("sparse_self", "quest")
 
     def check(self, where: str = "drafter") -> None:
         """Raises UserError where a setting is given that the kind does not use, or one is missing that it needs."""

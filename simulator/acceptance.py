@@ -78,7 +78,7 @@ def judged_drafts(record: Record, split: str | None = None, arms: Sequence[int] 
         cells = np.flatnonzero(chosen) * width + arm
         depth = np.arange(record.k_max)[:, None]
         reached = (depth <= record.run[cells]) & (depth < record.depths[cells])  # [K, rows]
-        budget = float(record.arms[arm]["draft_kv"]["budget"])
+        budget = float(record.budget(arm))
         columns = [
             np.broadcast_to(np.log(depth + 1.0), reached.shape)[reached],
             *(record.signals[name][:, cells][reached] for name in ("entropy_nats", "top1_prob", "margin")),

@@ -39,7 +39,7 @@ def check_acceptance(record: Record, fit_split: str, held_split: str, seed: int 
         between = neighbours_of(record, arm)
         if between is None:
             continue
-        budget = int(record.arms[arm]["draft_kv"]["budget"])
+        budget = record.budget(arm)
         mixed = with_budgets(record, [(*between, budget)], seed)
         recorded, modelled = record.run[arm::width].mean(), mixed.run[width :: width + 1].mean()
         left_out.append(LeftOut(budget, float(recorded), float(modelled)))

@@ -1,6 +1,7 @@
 """Costs: how long a draft, a verification, a selection, the host's part and a plain step take, and how sure that is.
 
-Leaves out acceptance (one cost table serves many traces) and how a grid is interpolated (simulator.measured).
+All but plain steps are known per drafter: see `operation`. Leaves out acceptance (one cost table serves many traces)
+and how a grid is interpolated (simulator.measured).
 """
 
 from dataclasses import dataclass, field
@@ -11,15 +12,22 @@ import numpy.typing as npt
 
 from specdial.engine.trace.reader import CostTable, Trace
 from specdial.engine.trace.schema import OPS, PLAIN
+from specdial.policies.schema import policy_from_mapping
 from specdial.simulator.measured import BATCH, CONTEXT, CostRefusedError, Measured, leave_one_out
 from specdial.simulator.physics import AXES, fit_physics
 
 Floats = npt.NDArray[np.float64]
+USUAL = "sparse_self"
+
+
+def operation(op: str, drafter: str = USUAL) -> str:
+    """What an operation of a drafter's rounds is called: draft, draft (lookup). Plain steps have no drafter."""
+    return op if op == "plain" or drafter == USUAL else f"{op} ({drafter})"
 
 
 @dataclass(frozen=True, slots=True)
 class CostModel:
-    """Costs of every operation. `meta` says of which model and machine; `own_rounds`: taken from a trace's rounds.
+    """Costs of every `operation` by name. `meta` says of which model and machine; own_rounds: from a trace's rounds.
 
     plain_gbps: bytes that plain decoding must move over its time, at the longest measured context.
     """
@@ -29,16 +37,20 @@ class CostModel:
     source: str
     own_rounds: bool = False
     plain_gbps: float | None = None
-    _seen: dict[tuple[str, int, int, int, float], tuple[float, bool]] = field(default_factory=dict)
+    _seen: dict[tuple[str, str, int, int, int, float], tuple[float, bool]] = field(default_factory=dict)
 
     @classmethod
     def from_table(cls, table: CostTable) -> "CostModel":
         """Costs as calibrated."""
         column = {name: table.rows[name].to_numpy().astype(np.float64) for name in (*AXES, "median_us")}
         ops = np.array(table.rows["op"].to_pylist())
+        drafters = table.rows["drafter"].to_pylist()
+        names = np.array([operation(op, drafter) for op, drafter in zip(ops.tolist(), drafters, strict=True)])
         points = np.stack([column[name] for name in AXES], axis=1)
         measured = {
-            op: Measured.of(op, points[ops == op], column["median_us"][ops == op]) for op in OPS if (ops == op).any()
+            str(name): Measured.of(op, points[names == name], column["median_us"][names == name])
+            for op in OPS
+            for name in np.unique(names[ops == op])
         }
         gbps = None
         if (ops == "plain").any():
@@ -50,7 +62,8 @@ class CostModel:
     def from_rounds(cls, trace: Trace) -> "CostModel":
         """Costs as the trace's own rounds took them: medians by (mode, batch, k), constant over the recorded contexts.
 
-        They cover the recorded policy's budget and, without plain rounds, no baseline.
+        They cover the recorded policy's drafter and budget and, without plain rounds, no baseline. A budget that is a
+        fraction of the prompt is taken at the mean prompt.
         """
         rounds = {
             name: trace.rounds[name].to_numpy().astype(np.float64)
@@ -59,7 +72,9 @@ class CostModel:
         }
         plain = np.array(trace.rounds["mode"].to_pylist()) == PLAIN
         contexts = rounds["context_tokens"]
-        budget = float(trace.meta["policy"]["draft_kv"]["budget"])
+        policy = policy_from_mapping(dict(trace.meta["policy"]), "meta.json policy")
+        prompt_tokens = round(float(np.mean([d["prompt_tokens"] for d in trace.meta["documents"]])))
+        budget = float(policy.draft_kv.resolved(prompt_tokens).budget if policy.drafter.reads_selection else 0)
         rows: dict[str, list[tuple[float, float, float, float, float]]] = {}
 
         def add(op: str, budget: float, k: float, batch: float, values_us: Floats) -> None:
@@ -82,16 +97,19 @@ class CostModel:
         for op, found in rows.items():
             array = np.array(found)
             fitted = fit_physics(op, array[:, :4], array[:, 4])
-            measured[op] = Measured(op, array[:, :4], array[:, 4], fitted, bounds)
+            measured[operation(op, policy.drafter.label)] = Measured(op, array[:, :4], array[:, 4], fitted, bounds)
         return cls(measured, trace.meta, f"the rounds of {trace.path}", own_rounds=True)
 
-    def at(self, op: str, context_tokens: float, batch: int, k: int = 0, budget: int = 0) -> tuple[float, bool]:
-        """(microseconds, extrapolated) of one operation. Raises CostRefusedError."""
-        key = (op, batch, k, budget, context_tokens)
+    def at(
+        self, op: str, context_tokens: float, batch: int, k: int = 0, budget: int = 0, drafter: str = USUAL
+    ) -> tuple[float, bool]:
+        """(microseconds, extrapolated) of one operation in a round of this drafter. Raises CostRefusedError."""
+        key = (op, drafter, batch, k, budget, context_tokens)
         if key not in self._seen:
-            if op not in self.measured:
-                raise CostRefusedError(f"there is no measurement of {op} in {self.source}")
-            self._seen[key] = self.measured[op].at(np.array([batch, budget, k, context_tokens], np.float64))
+            name = operation(op, drafter)
+            if name not in self.measured:
+                raise CostRefusedError(f"there is no measurement of {name} in {self.source}")
+            self._seen[key] = self.measured[name].at(np.array([batch, budget, k, context_tokens], np.float64))
         return self._seen[key]
 
     def plain_us(self, context_tokens: npt.ArrayLike, batch: int = 1) -> Floats:
@@ -138,4 +156,4 @@ class CostModel:
         return np.array(values, np.float64).reshape(c.shape)
 
 
-__all__ = ["CostModel", "CostRefusedError"]
+__all__ = ["CostModel", "CostRefusedError", "operation"]

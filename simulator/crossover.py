@@ -6,9 +6,12 @@ Acceptance is taken as the record shows it, whatever the context: the grid says 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from specdial.policies.schema import policy_from_mapping
+import numpy as np
+
+from specdial.policies.schema import Policy, policy_from_mapping
 from specdial.simulator.costs import CostModel, CostRefusedError
 from specdial.simulator.lanes import Record
+from specdial.simulator.pricing import Setting, tabulate
 from specdial.simulator.replay import replay_rounds
 
 
@@ -32,52 +35,52 @@ def crossover_surface(
     corners = []
     for context in contexts:
         for batch in batches:
-            corner = _corner(accepted, costs, context, batch)
+            corner = _corner(record, accepted, costs, context, batch)
             if corner is not None:
                 corners.append(corner)
     return corners
 
 
 def mean_accepted(record: Record, split: str | None = None) -> dict[tuple[int, int], float]:
-    """(budget, k) -> mean accepted drafts of a fixed k on that arm; arms that share a budget keep the better."""
+    """(arm, k) -> mean accepted drafts of a fixed k on that arm."""
     found: dict[tuple[int, int], float] = {}
-    for arm in record.arms:
-        policies = [
-            policy_from_mapping(
-                {
-                    "controller": {"kind": "fixed", "k": k},
-                    "drafter": dict(arm["drafter"]),
-                    "draft_kv": dict(arm["draft_kv"]),
-                }
-            )
-            for k in range(1, record.k_max + 1)
-        ]
+    for arm in range(len(record.arms)):
+        policies = [_fixed(record, arm, k) for k in range(1, record.k_max + 1)]
         for k, log in enumerate(replay_rounds(record, policies, split), start=1):
-            place = (int(arm["draft_kv"]["budget"]), k)
-            found[place] = max(found.get(place, 0.0), float(log.emitted.mean()) - 1.0)
+            found[arm, k] = float(log.emitted.mean()) - 1.0
     return found
 
 
-def _corner(accepted: dict[tuple[int, int], float], costs: CostModel, context: int, batch: int) -> Corner | None:
+def _fixed(record: Record, arm: int, k: int) -> Policy:
+    named = record.arms[arm]
+    return policy_from_mapping(
+        {
+            "controller": {"kind": "fixed", "k": k},
+            "drafter": dict(named["drafter"]),
+            "draft_kv": dict(named["draft_kv"]),
+        }
+    )
+
+
+def _corner(
+    record: Record, accepted: dict[tuple[int, int], float], costs: CostModel, context: int, batch: int
+) -> Corner | None:
     try:
         plain_us, extrapolated = costs.at("plain", float(context), batch)
     except CostRefusedError:
         return None
     best = Corner(context, batch, 0, 0, 1.0, extrapolated)
     priced = 0
-    for (budget, k), tokens in accepted.items():
-        try:
-            parts = [
-                costs.at("draft", float(context), batch, k, budget),
-                costs.at("verify", float(context), batch, k),
-                costs.at("select", float(context), batch, k, budget),
-                costs.at("host", float(context), batch, k),
-            ]
-        except CostRefusedError:
-            continue
-        priced += 1
-        round_us = k * parts[0][0] + sum(value for value, _ in parts[1:])
-        speedup = (tokens + 1.0) * plain_us / round_us
-        if speedup > best.speedup:
-            best = Corner(context, batch, k, budget, speedup, extrapolated or any(extra for _, extra in parts))
+    for arm in range(len(record.arms)):
+        policy = _fixed(record, arm, record.k_max)
+        setting = Setting.of(policy, policy, context)  # as at the start of decoding
+        table = tabulate(costs, setting, batch, np.array([float(context)]))
+        for k in range(1, record.k_max + 1):
+            if table.refused[k, 0]:
+                continue
+            priced += 1
+            speedup = (accepted[arm, k] + 1.0) * plain_us / float(table.cost_us[:, k, 0].sum())
+            if speedup > best.speedup:
+                extra = extrapolated or bool(table.extrapolated_us[:, k, 0].any())
+                best = Corner(context, batch, k, setting.budget, speedup, extra)
     return best if priced else None

@@ -57,7 +57,7 @@ def _complete_arm(
     source = cells[_donors(record, record.depths[cells] > 0, generator)]
     signals = {name: record.signals[name][:, source].copy() for name in SIGNALS}
     depths, run = record.depths[source], np.minimum(record.run[source], record.depths[source])
-    log_budget = np.log(float(record.arms[int(cells[0]) % len(record.arms)]["draft_kv"]["budget"]))
+    log_budget = np.log(float(record.budget(int(cells[0]) % len(record.arms))))
     uniform = generator.random((record.k_max, len(cells)))
     pool, pool_depth = np.zeros(0, np.int64), 0  # the deepest judged drafts so far
     for d in range(record.k_max):

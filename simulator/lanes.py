@@ -14,7 +14,7 @@ from specdial.engine.trace.reader import Trace
 from specdial.policies.errors import UserError
 from specdial.policies.fields import parse, to_plain
 from specdial.policies.file import policy_digest
-from specdial.policies.schema import DraftKV, policy_from_mapping
+from specdial.policies.schema import Drafter, DraftKV, policy_from_mapping
 
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
@@ -67,6 +67,11 @@ class Record:
     @property
     def sampled(self) -> bool:
         return float(self.trace.meta["sampling"]["temperature"]) > 0.0
+
+    def budget(self, arm: int) -> int:
+        """Keys of an arm's selection; where it is a fraction of the prompt, of the mean prompt."""
+        kv = parse(DraftKV, self.arms[arm]["draft_kv"])
+        return kv.resolved(round(float(self.documents.start.mean()))).budget
 
 
 def read_documents(trace: Trace) -> Documents:
@@ -128,7 +133,9 @@ def read_record(trace: Trace) -> Record:
 
 def _normal_arm(arm: dict[str, Any], place: int) -> dict[str, Any]:
     """An arm with every setting of today's schema: an older trace lacks the newest, which then had its default."""
-    return {**arm, "draft_kv": to_plain(parse(DraftKV, arm["draft_kv"], f"arms[{place}].draft_kv"))}
+    draft_kv = parse(DraftKV, arm["draft_kv"], f"arms[{place}].draft_kv")
+    drafter = parse(Drafter, arm.get("drafter", {}), f"arms[{place}].drafter")
+    return {**arm, "draft_kv": to_plain(draft_kv, complete=True), "drafter": to_plain(drafter, complete=True)}
 
 
 def recorded_digest(trace: Trace) -> str:

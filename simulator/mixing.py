@@ -71,4 +71,4 @@ def upper_share(low: int, high: int, budget: int) -> float:
 
 
 def _budget(record: Record, arm: int) -> int:
-    return int(record.arms[arm]["draft_kv"]["budget"])
+    return record.budget(arm)

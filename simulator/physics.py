@@ -33,14 +33,16 @@ class Physics:
 
 
 def physical_terms(op: str, points: Floats) -> Floats:
-    """[n, 4] terms: 1, keys read by the batch, query rows, rows x keys. Draft reads `budget` keys, others the context.
+    """[n, 4] terms: 1, keys read by the batch, query rows, rows x keys.
+
+    Draft reads `budget` keys, or the whole context where it has no budget; other operations read the context.
 
     Draft and select count one token and one choice; a verification has k + 1 rows a sequence.
     """
     batch, budget, k, context = points.T
     rows = batch * (k + 1.0) if op == "verify" else batch
     if op == "draft":
-        keys = np.minimum(budget, context)
+        keys = np.where(budget > 0.0, np.minimum(budget, context), context)
     elif op == "host":
         keys = np.zeros_like(context)
     else:

@@ -1,7 +1,9 @@
 """Turns rounds into time: costs tabulated over (k, context) once, rounds binned into that table, time = bins . table.
 
 Costs are piecewise linear in context between the measured contexts, so splitting each round between its two
-neighbouring knots loses nothing, and pricing a million rounds is one bincount. Leaves out where rounds come from.
+neighbouring knots loses nothing, and pricing a million rounds is one bincount. A budget that is a fraction of the
+prompt gives every unit of documents a setting of its own. The bins are by unit, so each is priced at its own prompt, or
+at the mean one where documents decode as a batch. Leaves out where rounds come from.
 """
 
 from dataclasses import dataclass
@@ -19,17 +21,54 @@ TERMS = ("draft", "verify", "select", "host", "plain")
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What a round's cost depends on besides k and context. plain: the policy never drafts, a round is a plain step."""
+    """What a round's cost depends on besides k and context. plain: the policy never drafts, a round is a plain step.
+
+    drafter: its label in cost tables. budget: keys of the selection, 0 for a drafter that reads none. refresh_rounds:
+    rounds that one selection serves, 0 for one chosen at prefill, which no round pays for. tail_tokens: keys read
+    beside it because they were committed since: half the output where it was chosen at prefill, their mean over the
+    rounds, else taken as none. page: keys that share a summary (quest), else 0.
+    """
 
     plain: bool
-    budget: int
     k_max: int
+    drafter: str = "none"
+    budget: int = 0
+    refresh_rounds: int = 1
+    tail_tokens: int = 0
+    page: int = 0
 
     @classmethod
-    def of(cls, policy: Policy, variant: Policy) -> "Setting":
-        """The setting of one variant (cell) of a policy."""
-        k_max = policy.k_max
-        return cls(k_max == 0, variant.draft_kv.budget if k_max else 0, k_max)
+    def of(cls, policy: Policy, variant: Policy, prompt_tokens: int, output_tokens: int = 0) -> "Setting":
+        """The setting of one variant (cell) of a policy for documents of this many tokens."""
+        if policy.k_max == 0:
+            return cls(plain=True, k_max=0)
+        drafter, kv = variant.drafter, variant.draft_kv.resolved(prompt_tokens)
+        if drafter.kind == "none":  # a cell that does not draft verifies as the rest of its policy does
+            drafter = next(v.drafter for v in policy.variants() if v.k_max > 0)
+        if not drafter.reads_selection:
+            return cls(plain=False, k_max=policy.k_max, drafter=drafter.label)
+        return cls(
+            plain=False,
+            k_max=policy.k_max,
+            drafter=drafter.label,
+            budget=kv.budget,
+            refresh_rounds=kv.refresh_rounds,
+            tail_tokens=output_tokens // 2 if kv.refresh_rounds == 0 else 0,
+            page=kv.page if drafter.kind == "quest" else 0,
+        )
+
+    def draft_keys(self, context_tokens: Floats) -> Floats:
+        """Keys that a draft token reads at each context."""
+        return np.minimum(self.budget + self.tail_tokens, context_tokens)
+
+    def draft_kv_tokens(self, context_tokens: Floats) -> Floats:
+        """The same as cached tokens of keys and values; a page's summary is a smallest and a largest key, one token."""
+        return self.draft_keys(context_tokens) + (context_tokens / self.page if self.page else 0.0)
+
+
+def depends_on_document(policy: Policy) -> bool:
+    """Does the cost of a round depend on how long the prompt was, or how long the output is?"""
+    return any(v.draft_kv.budget_frac > 0.0 or v.draft_kv.refresh_rounds == 0 for v in policy.variants())
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +96,12 @@ def tabulate(costs: CostModel, setting: Setting, batch: int, knots: Floats) -> P
     cost_us, extrapolated_us = np.zeros(shape), np.zeros(shape)
     refused, reason = np.zeros(shape[1:], np.bool_), None
     for k in range(setting.k_max + 1):
-        for i, context in enumerate(knots):
+        for i, context in enumerate(knots.tolist()):
             for term, (op, times, op_k) in enumerate(_round(setting, k)):
                 if not times:
                     continue
                 try:
-                    value, extra = costs.at(op, float(context), batch, op_k, setting.budget if op in _SPARSE else 0)
+                    value, extra = costs.at(op, context, batch, op_k, _budget(setting, op), setting.drafter)
                 except CostRefusedError as error:
                     refused[k, i], reason = True, reason or str(error)
                     continue
@@ -109,11 +148,14 @@ class Bins:
         flat += np.bincount(base + upper - 1, weights=1.0 - share, minlength=flat.size)
 
 
-_SPARSE = ("draft", "select")
+def _budget(setting: Setting, op: str) -> int:
+    """The budget at which an operation was, or would have been, measured."""
+    return {"draft": setting.budget + setting.tail_tokens, "select": setting.budget}.get(op, 0)
 
 
-def _round(setting: Setting, k: int) -> tuple[tuple[str, int, int], ...]:
+def _round(setting: Setting, k: int) -> tuple[tuple[str, float, int], ...]:
     """(operation, how often, its k) of a round, in the order of TERMS."""
     if setting.plain:
         return (("draft", 0, 0), ("verify", 0, 0), ("select", 0, 0), ("host", 0, 0), ("plain", 1, 0))
-    return (("draft", k, k), ("verify", 1, k), ("select", int(k > 0), k), ("host", 1, k), ("plain", 0, 0))
+    selects = 1.0 / setting.refresh_rounds if setting.refresh_rounds and k else 0.0
+    return (("draft", k, k), ("verify", 1, k), ("select", selects, k), ("host", 1, k), ("plain", 0, 0))

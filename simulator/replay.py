@@ -20,8 +20,8 @@ from specdial.simulator.lanes import Documents, Record, read_record
 from specdial.simulator.mixing import drawn, with_budgets
 from specdial.simulator.outcome import Outcome, Rounds, bootstrap_interval
 from specdial.simulator.own_time import own_time_us, was_recorded
-from specdial.simulator.pricing import PriceTable, Setting, knots_for, plain_time_us, tabulate
-from specdial.simulator.summary import Frame, Tables, summarise
+from specdial.simulator.pricing import PriceTable, Setting, knots_for, plain_time_us
+from specdial.simulator.summary import Frame, Tables, price_tables, summarise
 from specdial.simulator.support import Support, support
 from specdial.simulator.tally import Units, tally
 
@@ -116,7 +116,9 @@ def _frame(record: Record, costs: CostModel, split: str | None, batch: int) -> F
         )
     except CostRefusedError:
         base = None
-    return Frame(documents, units, base, float(record.trace.meta["model"]["kv_bytes_per_token"]))
+    lengths = (documents.start, documents.end - documents.start)
+    means = (np.array([round(float(tokens[part].mean())) for part in parts], np.int64) for tokens in lengths)
+    return Frame(documents, units, base, float(record.trace.meta["model"]["kv_bytes_per_token"]), *means)
 
 
 def _with_intervals(outcomes: list[Outcome], frame: Frame, resamples: int, seed: int) -> list[Outcome]:
@@ -148,8 +150,12 @@ class _Job:
         outcomes: list[Outcome] = []
         tables: list[Tables] = []
         for policy, judgement in zip(policies, judged, strict=True):
-            tables.append({} if judgement.level == "refused" else self._tables(policy))
-            budget = policy.draft_kv.budget if policy.k_max else 0
+            tables.append(
+                []
+                if judgement.level == "refused"
+                else price_tables(policy, self.costs, self.frame, self.knots, self.priced)
+            )
+            budget = self._budget(policy)
             outcomes.append(Outcome(policy, judgement.level, judgement.reason, policy.lossless, (), self.batch, budget))
         live = [i for i, outcome in enumerate(outcomes) if outcome.level != "refused"]
         if not live:
@@ -171,16 +177,10 @@ class _Job:
                 outcomes[i] = replace(outcomes[i], round_log=found.logs[place])
         return outcomes
 
-    def _tables(self, policy: Policy) -> Tables:
-        """Price tables of every variant and batch size."""
-        found: Tables = {}
-        for v, variant in enumerate(policy.variants()):
-            wanted = Setting.of(policy, variant)
-            for size in np.unique(self.frame.units.sizes).tolist():
-                if (wanted, size) not in self.priced:
-                    self.priced[wanted, size] = tabulate(self.costs, wanted, size, self.knots)
-                found[v, size] = self.priced[wanted, size]
-        return found
+    def _budget(self, policy: Policy) -> int:
+        """The budget to show for a policy: 0 where it reads no selection, at the mean prompt where it is a fraction."""
+        prompt_tokens = round(float(self.frame.documents.start.mean()))
+        return Setting.of(policy, replace(policy, cells=()), prompt_tokens).budget
 
     def _was_recorded(self, policy: Policy) -> bool:
         whole = len(self.frame.documents) == len(self.record.documents)  # a split regroups batches

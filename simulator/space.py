@@ -12,6 +12,7 @@ from typing import Any, Literal
 from specdial.policies.controllers import CONTROLLERS
 from specdial.policies.errors import UserError
 from specdial.policies.fields import setting
+from specdial.policies.naming import short_name
 from specdial.policies.schema import Policy, policy_from_mapping
 from specdial.simulator.acceptance import RateFit, fit_rate
 from specdial.simulator.lanes import Record
@@ -26,12 +27,14 @@ class Search:
 
     controllers: kinds to try; plain decoding is always among the candidates. k_max: the longest draft, None for the
     longest recorded. budgets: recorded ones to try, () for all. between: try budgets between recorded ones (modelled).
+    lag: what every controller that looks at signals has; it is not searched.
     """
 
     controllers: tuple[str, ...] = ("fixed", "entropy", "confidence", "rate")
     k_max: int | None = setting(None, low=1, high=64)
     budgets: tuple[int, ...] = setting((), low=1)
     between: bool = False
+    lag: Literal[0, 1] = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +80,7 @@ class Space:
             raise UserError("the trace has no recorded drafts to tune on", "record with dense=true")
         if search.k_max is not None and search.k_max > record.k_max:
             raise UserError(f"search.k_max is {search.k_max}", f"the trace recorded up to {record.k_max}")
-        recorded = [int(arm["draft_kv"]["budget"]) for arm in record.arms]
+        recorded = [record.budget(arm) for arm in range(len(record.arms))]
         missing = sorted(set(search.budgets) - set(recorded))
         if missing:
             raise UserError(f"budget {missing[0]} was not recorded", f"use some of {sorted(set(recorded))}")
@@ -115,7 +118,7 @@ class Space:
         for arm in self.arms:
             place: Point = {"k": self.k_max, "arm": arm}
             if "arm" not in self.parameters("fixed"):
-                place = {"k": self.k_max, "budget": int(self.record.arms[arm]["draft_kv"]["budget"])}
+                place = {"k": self.k_max, "budget": self.record.budget(arm)}
             extras: dict[str, Point] = {
                 "fixed": {"k": min(4, self.k_max)},
                 "entropy": {"entropy.threshold": 0.4},
@@ -164,17 +167,14 @@ class Space:
         if kind == "rate":
             controller |= self._rate_start(arm, point)
         controller = {name: round(v, 6) if isinstance(v, float) else v for name, v in controller.items()}
-        return policy_from_mapping(
-            {
-                "name": f"{kind}-k{k}-b{draft_kv['budget']}",
-                "drafter": dict(self.record.arms[arm]["drafter"]),
-                "controller": controller,
-                "draft_kv": draft_kv,
-            }
-        )
+        if hasattr(CONTROLLERS[kind][0], "lag"):
+            controller["lag"] = self.search.lag
+        drafter = dict(self.record.arms[arm]["drafter"])
+        name = short_name(drafter, controller, draft_kv)
+        return policy_from_mapping({"name": name, "drafter": drafter, "controller": controller, "draft_kv": draft_kv})
 
     def _nearest(self, budget: int) -> int:
-        return min(self.arms, key=lambda arm: abs(int(self.record.arms[arm]["draft_kv"]["budget"]) - budget))
+        return min(self.arms, key=lambda arm: abs(self.record.budget(arm) - budget))
 
     def _rate_start(self, arm: int, point: Point) -> dict[str, float]:
         fit = self.fits[arm]

@@ -5,13 +5,29 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
+from specdial.policies.schema import Policy
+from specdial.simulator.costs import CostModel
 from specdial.simulator.lanes import Documents
 from specdial.simulator.outcome import Outcome
-from specdial.simulator.pricing import TERMS, PriceTable
+from specdial.simulator.pricing import TERMS, PriceTable, Setting, depends_on_document, tabulate
 from specdial.simulator.tally import Tally, Units
 
 Floats = npt.NDArray[np.float64]
-Tables = dict[tuple[int, int], PriceTable]  # by (variant, batch size)
+Ints = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True)
+class Priced:
+    """Units that share a setting and a size. mine: [units]."""
+
+    mine: Bools
+    size: int
+    setting: Setting
+    table: PriceTable
+
+
+Tables = list[list[Priced]]  # by variant; every unit is in one of its entries
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,12 +35,37 @@ class Frame:
     """What all policies of one replay share. base_us: [units] plain decoding, None when plain steps have no cost.
 
     kv_bytes_per_token: bytes of keys and values that one cached token holds, all layers.
+    prompt_tokens, output_tokens: [units] means over the documents of a unit.
     """
 
     documents: Documents
     units: Units
     base_us: Floats | None
     kv_bytes_per_token: float
+    prompt_tokens: Ints
+    output_tokens: Ints
+
+
+def price_tables(
+    policy: Policy, costs: CostModel, frame: Frame, knots: Floats, known: dict[tuple[Setting, int], PriceTable]
+) -> Tables:
+    """Price tables of every variant. known: those already made, by setting and batch size; it is added to."""
+    kinds = np.zeros((len(frame.units.first), 3), np.int64)  # [units]: size, prompt, output
+    kinds[:, 0] = frame.units.sizes
+    if depends_on_document(policy):
+        kinds[:, 1], kinds[:, 2] = frame.prompt_tokens, frame.output_tokens
+    found: Tables = []
+    for variant in policy.variants():
+        entries: dict[tuple[Setting, int], Priced] = {}
+        for size, prompt_tokens, output_tokens in sorted(set(map(tuple, kinds.tolist()))):
+            mine = (kinds == (size, prompt_tokens, output_tokens)).all(axis=1)
+            key = Setting.of(policy, variant, prompt_tokens, output_tokens), size
+            if key not in known:
+                known[key] = tabulate(costs, key[0], size, knots)
+            mine = mine | entries[key].mine if key in entries else mine
+            entries[key] = Priced(mine, size, key[0], known[key])
+        found.append(list(entries.values()))
+    return found
 
 
 def summarise(
@@ -40,17 +81,17 @@ def summarise(
     n_units = len(frame.units.first)
     counts = found.counts_of(place)  # [units, variants, k, knots]
     terms, extrapolated, kv_tokens = np.zeros((n_units, len(TERMS))), 0.0, 0.0
-    for v, variant in enumerate(outcome.policy.variants()):
-        for size in np.unique(frame.units.sizes).tolist():
-            table, mine = tables[v, size], frame.units.sizes == size
+    for v, entries in enumerate(tables):
+        for priced in entries:
+            table = priced.table
             ks = table.cost_us.shape[1]
-            binned = counts[mine, v, :ks]
+            binned = counts[priced.mine, v, :ks]
             if own_us is None and (binned.sum(axis=0) * table.refused).any():
                 return replace(outcome, level="refused", reason=table.reason)
-            terms[mine] += np.einsum("ukc,tkc->ut", binned, table.cost_us)
+            terms[priced.mine] += np.einsum("ukc,tkc->ut", binned, table.cost_us)
             extrapolated += float(np.einsum("ukc,tkc->", binned, table.extrapolated_us))
-            keys = np.arange(ks)[:, None] * np.minimum(variant.draft_kv.budget, found.bins.knots) + found.bins.knots
-            kv_tokens += size * float((binned.sum(axis=0) * keys).sum())
+            drafting = np.arange(ks)[:, None] * priced.setting.draft_kv_tokens(found.bins.knots)
+            kv_tokens += priced.size * float((binned.sum(axis=0) * (drafting + found.bins.knots)).sum())
     filled = replace(
         outcome,
         documents=tuple(frame.documents.doc.tolist()),

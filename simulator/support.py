@@ -2,17 +2,18 @@
 
 exact: greedy decoding, a lossless policy, its drafter and selection recorded, no draft longer than recorded; or the
 very policy that was recorded. modelled: sampled decoding (acceptance drawn from recorded probabilities), a budget
-between recorded ones, or another policy on a sparse trace.
-refused: everything else; the reason names the setting.
+between recorded ones, a selection kept for several rounds (what it holds then depends on how rounds fall, which no
+dense record can show: acceptance is taken from the arm that chooses anew every round), or another policy on a sparse
+trace. refused: everything else; the reason names the setting.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from specdial.policies.fields import to_plain
+from specdial.policies.fields import parse, to_plain
 from specdial.policies.file import policy_digest
-from specdial.policies.schema import Policy
+from specdial.policies.schema import Drafter, Policy
 from specdial.simulator.imputation import can_impute
 from specdial.simulator.lanes import Record
 
@@ -56,12 +57,21 @@ def support(record: Record, policy: Policy) -> Support:
             continue
         if variant.k_max > record.k_max:
             return _refused(f"it drafts up to {variant.k_max} tokens, {record.k_max} were recorded")
-        place, why = _arm(record, variant)
+        wanted = _wanted(variant)
+        place, why = _arm(record, wanted)
+        if wanted.get("draft_kv", {}).get("refresh_rounds", 1) > 1 and (place is None or meta["dense"]):
+            level = "modelled"
+            reasons.append(
+                f"a selection serves {variant.draft_kv.refresh_rounds} rounds: acceptance is that of one chosen anew "
+                "every round, which is no lower"
+            )
+            wanted["draft_kv"]["refresh_rounds"] = 1
+            place, why = _arm(record, wanted)
         if place is not None:
             arms.append(place)
             between.append(None)
             continue
-        neighbours = _between(_wanted(variant), record)
+        neighbours = _between(wanted, record)
         if neighbours is None:
             return _refused(why)
         level = "modelled"
@@ -77,7 +87,7 @@ def support(record: Record, policy: Policy) -> Support:
 def mixable_budgets(record: Record, arms: Sequence[int]) -> tuple[int, int] | None:
     """(lowest, highest) budget of arms that differ in nothing else, None when they do or there is only one."""
     rest = [{**record.arms[i]["draft_kv"], "budget": 0, "drafter": record.arms[i]["drafter"]} for i in arms]
-    budgets = {int(record.arms[i]["draft_kv"]["budget"]) for i in arms}
+    budgets = {record.budget(i) for i in arms}
     if len(budgets) < 2 or any(other != rest[0] for other in rest):
         return None
     return min(budgets), max(budgets)
@@ -86,6 +96,8 @@ def mixable_budgets(record: Record, arms: Sequence[int]) -> tuple[int, int] | No
 def neighbours_of(record: Record, arm: int) -> tuple[int, int] | None:
     """Indices of the arms with the budgets just below and above a recorded arm's, all else equal; None at the ends."""
     named = record.arms[arm]
+    if not parse(Drafter, named["drafter"]).reads_selection:
+        return None
     return _between({"drafter": named["drafter"], "draft_kv": named["draft_kv"]}, record)
 
 
@@ -94,42 +106,51 @@ def _refused(reason: str) -> Support:
 
 
 def _wanted(policy: Policy) -> dict[str, Any]:
-    return {"drafter": to_plain(policy.drafter), "draft_kv": to_plain(policy.draft_kv)}
+    """The settings that an arm must share: the drafter, and the selection where the drafter reads one."""
+    wanted = {"drafter": to_plain(policy.drafter, complete=True)}
+    if policy.drafter.reads_selection:
+        wanted["draft_kv"] = to_plain(policy.draft_kv, complete=True)
+    return wanted
 
 
-def _arm(record: Record, policy: Policy) -> tuple[int | None, str]:
+def _arm(record: Record, wanted: dict[str, Any]) -> tuple[int | None, str]:
     """Index of the arm recorded with this drafter and selection, or what the closest arm differs in."""
-    wanted = _wanted(policy)
     closest: list[str] | None = None
     for i, arm in enumerate(record.arms):
-        differs = _differences(wanted, {"drafter": arm["drafter"], "draft_kv": arm["draft_kv"]})
+        differs = _differences(wanted, arm)
         if not differs:
             return i, ""
         if closest is None or len(differs) < len(closest):
             closest = differs
     if closest is None:
         return None, "no drafts were recorded"
-    recorded = ", ".join(str(arm["draft_kv"]["budget"]) for arm in record.arms)
+    if any(setting.startswith("drafter.") for setting in closest):
+        labels = ", ".join(dict.fromkeys(parse(Drafter, arm["drafter"]).label for arm in record.arms))
+        return None, f"no recorded arm has {', '.join(closest)} (drafters recorded: {labels})"
+    recorded = ", ".join(str(record.budget(i)) for i in range(len(record.arms)))
     return None, f"no recorded arm has {', '.join(closest)} (budgets recorded: {recorded})"
 
 
 def _between(wanted: dict[str, Any], record: Record) -> tuple[int, int] | None:
+    """Arms with the budgets just below and above the wanted one, all else equal; None where there are none."""
+    if "draft_kv" not in wanted or wanted["draft_kv"]["budget_frac"] > 0.0:
+        return None
     budget = int(wanted["draft_kv"]["budget"])
     budgets: list[tuple[int, int]] = []
     for i, arm in enumerate(record.arms):
-        differs = _differences(wanted, {"drafter": arm["drafter"], "draft_kv": arm["draft_kv"]})
-        if len(differs) == 1 and differs[0].startswith("draft_kv.budget"):
-            budgets.append((int(arm["draft_kv"]["budget"]), i))
+        differs = _differences(wanted, arm)
+        if len(differs) == 1 and differs[0].startswith("draft_kv.budget "):
+            budgets.append((record.budget(i), i))
     below = [pair for pair in budgets if pair[0] < budget]
     above = [pair for pair in budgets if pair[0] > budget]
     return (max(below)[1], min(above)[1]) if below and above else None
 
 
-def _differences(wanted: dict[str, Any], found: dict[str, Any]) -> list[str]:
-    """Dotted settings of `wanted` that `found` does not share, with the wanted value."""
+def _differences(wanted: dict[str, Any], arm: dict[str, Any]) -> list[str]:
+    """Dotted settings of `wanted` that an arm does not share, with the wanted value."""
     return [
         f"{group}.{name} {value}"
         for group, settings in wanted.items()
         for name, value in settings.items()
-        if found[group].get(name) != value
+        if arm[group].get(name) != value
     ]

@@ -181,8 +181,8 @@ def write_synthetic_costs(out: Path, contexts: tuple[int, ...], batches: tuple[i
                 for k, budget in pairs:
                     value = cost_us(op, context, batch, k, budget)
                     spread = {"median_us": value, "p10_us": value, "p90_us": value, "n": 1, "bytes": 0}
-                    place = {"op": op, "context_tokens": context, "batch": batch, "k": k, "budget": budget}
-                    rows.append({**place, **spread})
+                    place = {"context_tokens": context, "batch": batch, "k": k, "budget": budget}
+                    rows.append({"op": op, "drafter": "none" if op == "plain" else "sparse_self", **place, **spread})
     write_costs(out, {"model": MODEL, "hardware": {"device": "none", "name": "synthetic", "threads": 1}}, rows)
 
 

@@ -34,8 +34,8 @@ def on_other_hardware(costs: CostModel, bandwidth_ratio: float, compute_ratio: f
         )
     weights_us = us_per_byte * float(costs.meta["model"]["weight_bytes"])
     measured = {
-        op: _scaled(found, weights_us if op in READS_WEIGHTS else 0.0, bandwidth_ratio, compute_ratio)
-        for op, found in costs.measured.items()
+        name: _scaled(found, weights_us if found.op in READS_WEIGHTS else 0.0, bandwidth_ratio, compute_ratio)
+        for name, found in costs.measured.items()
     }
     source = f"{costs.source}, as if with {bandwidth_ratio:g}x bandwidth and {compute_ratio:g}x compute"
     return CostModel(measured, costs.meta, source)

@@ -17,6 +17,7 @@ from specdial.engine.trace.schema import (
     COSTS,
     COSTS_SCHEMA,
     KEYS,
+    LATER_COLUMNS,
     NON_NEGATIVE,
     OPS,
     TABLES,
@@ -78,7 +79,10 @@ def read_costs(path: str | Path) -> CostTable:
 
 
 def read_table(path: Path, schema: pa.Schema) -> pa.Table:
-    """Read one Parquet part and hold it to its schema. Extra columns are dropped, missing ones are an error."""
+    """Read one Parquet part and hold it to its schema. Extra columns are dropped, missing ones are an error.
+
+    A column younger than the table gets the value that held before there was one (schema.LATER_COLUMNS).
+    """
     try:
         table = pq.read_table(path, page_checksum_verification=True)
     except FileNotFoundError:
@@ -87,6 +91,9 @@ def read_table(path: Path, schema: pa.Schema) -> pa.Table:
         raise UserError(f"{path} is damaged", f"delete that part and {REMEDY}") from None
     columns = []
     for field in schema:
+        if field.name not in table.column_names and field.name in LATER_COLUMNS:
+            columns.append(pa.array([LATER_COLUMNS[field.name]] * table.num_rows, type=field.type))
+            continue
         if field.name not in table.column_names:
             raise UserError(f"{path} lacks the column {field.name}", REMEDY)
         column = table[field.name]

@@ -57,10 +57,13 @@ OUTPUTS = pa.schema(
 
 # Medians of measured operations, in microseconds. op: plain (one decode step), draft (one draft token at `budget`),
 # verify (a full verification of k drafts), select (choosing and gathering `budget` keys, once a round),
-# host (the rest of a round). k and budget are 0 where they have no meaning.
+# host (the rest of a round). k and budget are 0 where they have no meaning. drafter: whose rounds were timed, by the
+# label of policies.drafting (sparse_self, sparse_self/fp8, quest, lookup, model/NAME), since a verification that keeps
+# attention rows costs more than one that keeps none; "none" for plain steps, which are the same for all.
 COSTS = pa.schema(
     [
         pa.field("op", pa.string(), nullable=False),
+        pa.field("drafter", pa.string(), nullable=False),
         pa.field("context_tokens", pa.int32(), nullable=False),
         pa.field("batch", pa.int32(), nullable=False),
         pa.field("k", pa.int32(), nullable=False),
@@ -73,6 +76,8 @@ COSTS = pa.schema(
     ]
 )
 OPS = ("plain", "draft", "verify", "select", "host")
+# Columns that tables written before they existed lack, and the value that then held for every row.
+LATER_COLUMNS = {"drafter": "sparse_self"}
 
 TABLES: dict[str, pa.Schema] = {
     "drafts": DRAFTS,
@@ -84,5 +89,5 @@ KEYS: dict[str, tuple[str, ...]] = {
     "rounds": ("doc", "round"),
     "drafts": ("doc", "round", "position", "arm", "depth"),
     "outputs": ("doc", "position"),
-    "costs": ("op", "context_tokens", "batch", "k", "budget"),
+    "costs": ("op", "drafter", "context_tokens", "batch", "k", "budget"),
 }

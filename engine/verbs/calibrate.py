@@ -1,7 +1,9 @@
 """specdial calibrate: what draft, verification, selection and plain decode cost here, by context, batch, k and budget.
 
 Costs are taken from real rounds on real keys, not from isolated calls: every configuration is decoded for one round
-from the same committed state, configurations interleaved so that drift of the machine falls on all alike.
+from the same committed state, configurations interleaved so that drift of the machine falls on all alike. Drafters are
+timed one after another, each on sequences that hold what it needs and nothing else: attention rows cost a verification
+time that a drafter without history does not spend.
 """
 
 from collections.abc import Iterator, Mapping
@@ -23,15 +25,19 @@ from specdial.policies.artifact import claim_directory, provenance
 from specdial.policies.console import table_console
 from specdial.policies.errors import UserError
 from specdial.policies.fields import parse, setting, to_plain
-from specdial.policies.schema import DraftKV, Policy, plain_policy, policy_from_mapping
+from specdial.policies.schema import Drafter, DraftKV, Policy, plain_policy, policy_from_mapping
 
 WARMUP_ROUNDS = 1
+ORDER = ("batch", "context_tokens", "drafter", "op", "k", "budget")  # of the rows of the printed table
 PLAIN = plain_policy()
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Settings of `calibrate`. contexts: committed lengths; ks: draft lengths, 0 is a verification without drafts."""
+    """Settings of `calibrate`. contexts: committed lengths; ks: draft lengths, 0 is a verification without drafts.
+
+    drafters: what drafts; plain steps are timed beside the first. draft_kv: the selection apart from its budget.
+    """
 
     model: ModelSettings
     workload: dict[str, Any]
@@ -41,6 +47,7 @@ class Settings:
     ks: tuple[int, ...] = setting((0, 1, 2, 4, 8), low=0, high=64)
     budgets: tuple[int, ...] = setting((256, 512), low=1)
     draft_kv: DraftKV = field(default_factory=DraftKV)
+    drafters: tuple[Drafter, ...] = setting((Drafter(),), later=True)
     repeats: int = setting(5, low=3, high=1000)
 
 
@@ -49,9 +56,9 @@ def run(settings: Mapping[str, Any]) -> dict[str, Any]:
     s = parse(Settings, settings)
     if not (s.contexts and s.batches and s.ks and s.budgets):
         raise UserError("contexts, batches, ks and budgets must not be empty", "name at least one value of each")
+    plans = _plans(s)
     workload = {**s.workload, "context_tokens": max(s.contexts), "documents": 3, "new_tokens": max(s.ks) + 2}
     workload["keep_short"] = False  # a shorter prompt would be timed as a longer one
-    policies = {(k, budget): _policy(s, k, budget) for k in s.ks for budget in s.budgets}
     job = load_job(s.model, workload, "train")
     job.model.config.check_context(max(s.contexts) + max(s.ks) + 2)
     out = Path(s.out)
@@ -65,13 +72,14 @@ def run(settings: Mapping[str, Any]) -> dict[str, Any]:
             _print(out, job, held.rows.to_pylist())
             return {"out": str(out), "rows": held.rows.num_rows}
     rows: list[dict[str, Any]] = []
-    with progress("calibrate", len(s.contexts) * len(s.batches)) as bar:
-        prefilled = job.sequences(job.documents[:1], list(policies.values()))
-        for batch in s.batches:
-            bench = _Bench(job, s, policies, prefilled.repeated(batch))
-            for context in s.contexts:
-                rows += bench.measure(context)
-                bar.advance(1, f"context {context}, batch {batch}")
+    with progress("calibrate", len(plans) * len(s.contexts) * len(s.batches)) as bar:
+        for number, plan in enumerate(plans):
+            prefilled = job.sequences(job.documents[:1], list(plan.policies.values()))
+            for batch in s.batches:
+                bench = _Bench(job, s, plan, prefilled.repeated(batch))
+                for context in s.contexts:
+                    rows += bench.measure(context, plain=number == 0)
+                    bar.advance(1, f"{plan.drafter.label}, context {context}, batch {batch}")
     meta = describe(job, Sampling())
     write_costs(
         out,
@@ -88,26 +96,34 @@ def run(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {"out": str(out), "rows": len(rows)}
 
 
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """What to time of one drafter: a policy for every (k, budget); the only budget is 0 where it reads no selection."""
+
+    drafter: Drafter
+    budgets: tuple[int, ...]
+    policies: dict[tuple[int, int], Policy]
+
+
 class _Bench:
     """One batch of identical prompts, held at a chosen committed length."""
 
-    def __init__(
-        self, job: Job, settings: Settings, policies: dict[tuple[int, int], Policy], sequences: Sequences
-    ) -> None:
+    def __init__(self, job: Job, settings: Settings, plan: _Plan, sequences: Sequences) -> None:
         self.settings = settings
         self.kv_bytes = describe(job, Sampling())["model"]["kv_bytes_per_token"]
         self.weight_bytes = job.model.decoder.weight_bytes
-        self.policies = policies
+        self.plan = plan
         self.prompt = job.documents[0].prompt_ids
         self.sequences = sequences
 
-    def measure(self, context: int) -> list[dict[str, Any]]:
-        """Cost rows at one committed length."""
+    def measure(self, context: int, *, plain: bool) -> list[dict[str, Any]]:
+        """Cost rows at one committed length. plain: of plain decoding too."""
         samples: dict[tuple[str, int, int], list[float]] = {}
         for _ in range(WARMUP_ROUNDS):
             for k, budget in self._configurations(0):
                 self._round(context, k, budget)
-            self._round(context, None, 0)
+            if plain:
+                self._round(context, None, 0)
         for repeat in range(self.settings.repeats):
             for k, budget in self._configurations(repeat):
                 r = self._round(context, k, budget)
@@ -116,13 +132,14 @@ class _Bench:
                 if k:
                     samples.setdefault(("draft", 0, budget), []).append(r.draft_us / k)
                     samples.setdefault(("select", 0, budget), []).append(r.select_us)
-            r = self._round(context, None, 0)
-            samples.setdefault(("plain", 0, 0), []).append(r.verify_us + r.host_us)
+            if plain:
+                r = self._round(context, None, 0)
+                samples.setdefault(("plain", 0, 0), []).append(r.verify_us + r.host_us)
         return [self._row(key, context, np.array(values)) for key, values in samples.items()]
 
     def _configurations(self, repeat: int) -> Iterator[tuple[int, int]]:
         """Every k once, budgets and order rotating with the repeat."""
-        ks, budgets = self.settings.ks, self.settings.budgets
+        ks, budgets = self.settings.ks, self.plan.budgets
         for i in range(len(ks)):
             at = (i + repeat) % len(ks)
             yield ks[at], budgets[(at + repeat) % len(budgets)]
@@ -130,42 +147,70 @@ class _Bench:
     def _round(self, context: int, k: int | None, budget: int) -> Round:
         """One round from a committed length of `context`; k None is plain decoding."""
         self.sequences.hold(self.prompt[:context], limit=1 if k == 0 else 2 + max(self.settings.ks))
-        policy = self.policies[(k, budget)] if k is not None else PLAIN
+        policy = self.plan.policies[k, budget] if k is not None else PLAIN
         return Decoding(self.sequences, policy, Sampling(), list(range(self.sequences.batch))).decode_round()
 
     def _row(self, key: tuple[str, int, int], context: int, values: np.ndarray) -> dict[str, Any]:
         op, k, budget = key
-        batch = self.sequences.batch
-        keys = {"plain": context, "verify": context + k, "draft": budget, "select": 2 * budget, "host": 0}[op]
-        weights = self.weight_bytes if op in ("plain", "verify", "draft") else 0
         return {
             "op": op,
+            "drafter": "none" if op == "plain" else self.plan.drafter.label,
             "context_tokens": context,
-            "batch": batch,
+            "batch": self.sequences.batch,
             "k": k,
             "budget": budget,
             "median_us": float(np.median(values)),
             "p10_us": float(np.percentile(values, 10)),
             "p90_us": float(np.percentile(values, 90)),
             "n": len(values),
-            "bytes": weights + batch * keys * self.kv_bytes,
+            "bytes": self._bytes(op, context, k, budget),
         }
 
+    def _bytes(self, op: str, context: int, k: int, budget: int) -> int:
+        """Weights, keys and values that an operation must read; 0 for drafts with weights other than the model's."""
+        drafter, page = self.plan.drafter, self.settings.draft_kv.page
+        if op in ("draft", "select") and (not drafter.reads_selection or drafter.weights != "model"):
+            return 0
+        summaries = context // page if drafter.kind == "quest" else 0  # a smallest and a largest key a page
+        keys = {"plain": context, "verify": context + k, "draft": budget + summaries, "select": 2 * budget, "host": 0}
+        weights = self.weight_bytes if op in ("plain", "verify", "draft") else 0
+        return weights + self.sequences.batch * keys[op] * self.kv_bytes
 
-def _policy(s: Settings, k: int, budget: int) -> Policy:
-    draft_kv = {**to_plain(s.draft_kv), "budget": budget}
-    return policy_from_mapping({"controller": {"kind": "fixed", "k": max(k, 1)}, "draft_kv": draft_kv})
+
+def _plans(s: Settings) -> list[_Plan]:
+    """Raises UserError on drafters that cannot be timed, or that the table could not tell apart."""
+    labels = [drafter.label for drafter in s.drafters]
+    repeated = next((label for label in labels if labels.count(label) > 1), None)
+    if not labels or repeated:
+        raise UserError(f"drafters holds {repeated} twice" if repeated else "drafters is empty", "name each once")
+    for name, only in (("budget_frac", 0.0), ("refresh_rounds", 1)):
+        if getattr(s.draft_kv, name) != only:
+            raise UserError(f"draft_kv.{name} is {getattr(s.draft_kv, name)}", f"leave it at {only}: replay prices it")
+    plans = []
+    for i, drafter in enumerate(s.drafters):
+        if drafter.kind == "none":
+            raise UserError(f"drafters[{i}].kind is none", "leave it out: plain steps are always timed")
+        budgets = s.budgets if drafter.reads_selection else (0,)
+        plans.append(_Plan(drafter, budgets, {(k, b): _policy(s, drafter, k, b) for k in s.ks for b in budgets}))
+    return plans
+
+
+def _policy(s: Settings, drafter: Drafter, k: int, budget: int) -> Policy:
+    parts = {"drafter": to_plain(drafter), "controller": {"kind": "fixed", "k": max(k, 1)}}
+    selection = {"draft_kv": {**to_plain(s.draft_kv), "budget": budget}} if drafter.reads_selection else {}
+    return policy_from_mapping({**parts, **selection})
 
 
 def _print(out: Path, job: Job, rows: list[dict[str, Any]]) -> None:
     title = f"costs {out}: {job.name}{' (random weights)' if job.model.random else ''}, median [p10, p90] in ms"
     table = Table(title=title, title_justify="left")
-    for column in ("op", "context", "batch", "k", "budget", "ms", "p10", "p90", "GB/s"):
-        table.add_column(column, justify="left" if column == "op" else "right")
-    for row in sorted(rows, key=lambda r: (r["batch"], r["context_tokens"], r["op"], r["k"], r["budget"])):
+    for column in ("op", "drafter", "context", "batch", "k", "budget", "ms", "p10", "p90", "GB/s"):
+        table.add_column(column, justify="left" if column in ("op", "drafter") else "right")
+    for row in sorted(rows, key=lambda r: tuple(r[name] for name in ORDER)):
         rate = f"{row['bytes'] / row['median_us'] / 1e3:.1f}" if row["bytes"] else "-"
         table.add_row(
             row["op"],
+            row["drafter"] if row["op"] != "plain" else "",
             str(row["context_tokens"]),
             str(row["batch"]),
             str(row["k"]) if row["op"] in ("verify", "host") else "",

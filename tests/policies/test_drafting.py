@@ -53,7 +53,8 @@ def test_plain_decoding_may_carry_any_selection():
 def test_labels_tell_drafters_apart():
     assert Drafter().label == "sparse_self"
     assert Drafter(weights="fp8").label == "sparse_self/fp8"
-    assert [Drafter(kind=kind).label for kind in ("model", "lookup", "quest")] == ["model", "lookup", "quest"]
+    assert Drafter(kind="model", model="smollm2-135m").label == "model/smollm2-135m"
+    assert [Drafter(kind=kind).label for kind in ("lookup", "quest", "none")] == ["lookup", "quest", "none"]
 
 
 @given(

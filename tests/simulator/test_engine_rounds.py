@@ -56,6 +56,8 @@ def random_policy(generator):
         },
     }
     kind = str(generator.choice(list(settings)))
+    if kind != "fixed":
+        settings[kind]["lag"] = int(generator.integers(2))
     policy = {
         "controller": {"kind": kind, **settings[kind]},
         "draft_kv": {**KV, "budget": int(generator.choice(BUDGETS))},

@@ -61,6 +61,6 @@ def test_plain_wins_where_drafting_grows_dear(trace, costs):
 
 def test_accepted_drafts_grow_with_k_and_budget(trace):
     accepted = mean_accepted(read_record(trace))
-    assert accepted[256, 1] <= accepted[256, 8]
-    assert accepted[128, 8] < accepted[256, 8]
-    assert set(accepted) == {(budget, k) for budget in (128, 256) for k in range(1, 9)}
+    assert accepted[1, 1] <= accepted[1, 8]
+    assert accepted[0, 8] < accepted[1, 8]  # arms of 128 and 256 keys
+    assert set(accepted) == {(arm, k) for arm in (0, 1) for k in range(1, 9)}
