@@ -228,7 +228,7 @@ def candidates(p: Product, rows: int, item_bytes: int) -> list[LinearConfig]:
     base = p.plan(rows, item_bytes)
     found = [base, replace(base, prefetch_bytes=0), replace(base, prefetch_bytes=2 * base.prefetch_bytes)]
     found.append(replace(base, block_k=base.block_k // 2, stages=2 * base.stages - 1))
-    found.append(replace(base, block_k=2 * base.block_k))
+    found.append(replace(base, block_k=2 * base.block_k, stages=base.stages // 2 + 1))
     for block_n in (base.block_n // 2, 2 * base.block_n):
         fold = 64 // block_n
         if block_n in (8, 16, 32, 64) and fold * base.block_m <= 256:
@@ -236,6 +236,10 @@ def candidates(p: Product, rows: int, item_bytes: int) -> list[LinearConfig]:
             found.append(replace(base, block_n=block_n, fold=fold, block_m=block_m,
                                  block_k=base.block_k // base.fold * fold))  # fmt: skip
     found.append(replace(base, splits=2 * base.splits))
+    if base.fold > 1:  # tall tiles and a split instead of a fold
+        tiles, block_k = -(-p.N // (128 if p.gated else 64)), base.block_k // base.fold
+        found.append(replace(base, block_n=64, fold=1, block_m=max(16, base.block_m), block_k=block_k,
+                             splits=max(1, min(132 // tiles, p.K // block_k // 2, 16))))  # fmt: skip
     return found
 
 
