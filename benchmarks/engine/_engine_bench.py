@@ -47,7 +47,7 @@ def random_sequences(model, context, batch, history=None, slack=700):
 
 @torch.inference_mode()
 def check(config, device="cuda", dtype=torch.bfloat16):
-    """Logits of a block against the plain decoder with naive attention, 300 keys of random cache.
+    """Logits of a captured block against the plain decoder with naive attention, 300 keys of random cache.
 
     On four layers of the shape: through all of them, bfloat16 rounding alone reaches 5 %.
     """
@@ -57,7 +57,7 @@ def check(config, device="cuda", dtype=torch.bfloat16):
     s = random_sequences(SimpleNamespace(decoder=decoder), 300, 2)
     tokens = torch.randint(0, min(1000, config.vocab), (2, 3), device=device)
     keys, values = s.cache.k.clone(), s.cache.v.clone()
-    got = s.forward_block(tokens, padded=False, rows=False).logits
+    got = s.graphs.run("check", lambda block: s.forward_block(block, padded=False, rows=False).logits, tokens)
 
     def attend(layer, q, k, v):
         k = torch.cat([keys[layer][:, :, :299], k.transpose(1, 2)], 2)
@@ -69,15 +69,16 @@ def check(config, device="cuda", dtype=torch.bfloat16):
     gate(f"{config.name} logits", relative_error(got, want), 2e-2)
 
 
-def first_of(s, batch):
-    """The first sequences of a prefilled batch without history, keys copied: no second prefill."""
+def part_of(s, batch, first=0):
+    """Some sequences of a prefilled batch without history, from `first` on, keys copied: no second prefill."""
     if batch == s.batch:
         return s
+    part = slice(first, first + batch)
     few = Sequences(s.decoder, s.cache.capacity_tokens - ROW_MULTIPLE, batch, history=None, backend=s.backend)
-    few.cache.k.copy_(s.cache.k[:, :batch])
-    few.cache.v.copy_(s.cache.v[:, :batch])
-    few.prompt_tokens, few.limits = s.prompt_tokens[:batch].copy(), s.limits[:batch].copy()
-    few.tokens = [list(t) for t in s.tokens[:batch]]
+    few.cache.k.copy_(s.cache.k[:, part])
+    few.cache.v.copy_(s.cache.v[:, part])
+    few.prompt_tokens, few.limits = s.prompt_tokens[part].copy(), s.limits[part].copy()
+    few.tokens = [list(t) for t in s.tokens[part]]
     few.rewind()
     return few
 
@@ -109,7 +110,7 @@ def with_history(s, spec):
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One timed decode: wall seconds, its rounds, and each sequence's new tokens."""
+    """One timed decode of one or more batches: wall seconds, rounds, and each sequence's new tokens."""
 
     wall_s: float
     rounds: list[Round]
@@ -134,16 +135,19 @@ def synchronize(device):
         torch.cuda.synchronize()
 
 
-def decode(s, policy):
-    """Decode a prefilled batch from its prompts under a policy, timed from the first round to the last."""
-    s.rewind()
-    decoding = Decoding(s, policy, Sampling(), list(range(s.batch)))
-    synchronize(s.decoder.device)
-    started_s = time.perf_counter()
-    rounds = list(decoding.rounds())
-    synchronize(s.decoder.device)
-    wall_s = time.perf_counter() - started_s
-    return Run(wall_s, rounds, [t[p:] for t, p in zip(s.tokens, s.prompt_tokens)])
+def decode(batches, policy):
+    """Decode prefilled batches one after another under a policy, each timed from its first round to its last."""
+    wall_s, rounds, outputs = 0.0, [], []
+    for s in batches:
+        s.rewind()
+        decoding = Decoding(s, policy, Sampling(), list(range(s.batch)))
+        synchronize(s.decoder.device)
+        started_s = time.perf_counter()
+        rounds += decoding.rounds()
+        synchronize(s.decoder.device)
+        wall_s += time.perf_counter() - started_s
+        outputs += [t[p:] for t, p in zip(s.tokens, s.prompt_tokens)]
+    return Run(wall_s, rounds, outputs)
 
 
 def accounts(rounds):

@@ -39,24 +39,36 @@ def forced(s, outputs, block_tokens, rows):
     s.rewind()
 
 
-def plain_margins(s, outputs):
-    """Margins of one-row passes over the plain output."""
-    found = [logits[:, 0].float().topk(2) for _, logits in forced(s, outputs, 1, rows=False)]
-    ids = torch.stack([f.indices for f in found], dim=1)  # [B, n, 2]
-    emitted = torch.tensor(outputs, device=ids.device)
-    mismatches = int((ids[..., 0] != emitted).sum())
-    return Margins(ids, torch.stack([f.values for f in found], dim=1), mismatches)
+def plain_margins(batches, outputs):
+    """Margins of one-row passes over the plain outputs of batches."""
+    ids, values = [], []
+    for s, part in _shared_out(batches):
+        found = [logits[:, 0].float().topk(2) for _, logits in forced(s, outputs[part], 1, rows=False)]
+        ids.append(torch.stack([f.indices for f in found], dim=1))  # [B, n, 2]
+        values.append(torch.stack([f.values for f in found], dim=1))  # [B, n, 2]
+    likeliest = torch.cat(ids)[..., 0]
+    mismatches = int((likeliest != torch.tensor(outputs, device=likeliest.device)).sum())
+    return Margins(torch.cat(ids), torch.cat(values), mismatches)
 
 
-def noise(s, outputs, margins, block_tokens):
+def noise(batches, outputs, margins, block_tokens):
     """What a block pass changes in plain decoding's two first logits, and in the margin between them."""
     logit, margin = [], []
-    for at, logits in forced(s, outputs, block_tokens, rows=True):
-        span = slice(at, at + block_tokens)
-        change = logits.float().gather(2, margins.ids[:, span]) - margins.logits[:, span]  # [B, T, 2]
-        logit.append(change.abs().flatten().cpu())
-        margin.append((change[..., 0] - change[..., 1]).abs().flatten().cpu())
+    for s, part in _shared_out(batches):
+        for at, logits in forced(s, outputs[part], block_tokens, rows=True):
+            span = slice(at, at + block_tokens)
+            change = logits.float().gather(2, margins.ids[part, span]) - margins.logits[part, span]  # [B, T, 2]
+            logit.append(change.abs().flatten().cpu())
+            margin.append((change[..., 0] - change[..., 1]).abs().flatten().cpu())
     return {name: _extent(torch.cat(values).numpy()) for name, values in (("logit", logit), ("margin", margin))}
+
+
+def _shared_out(batches):
+    """Each batch with the slice of all sequences that is its own."""
+    first = 0
+    for s in batches:
+        yield s, slice(first, first + s.batch)
+        first += s.batch
 
 
 def _extent(values):

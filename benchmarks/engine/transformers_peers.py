@@ -135,7 +135,7 @@ def arguments(argv):
     p.add_argument("--out", type=Path)
     p.add_argument("--workloads", nargs="+", default=["code", "novel", "summary"])
     p.add_argument("--contexts", nargs="+", type=int, help="default 8000 31000; dry 224")
-    p.add_argument("--documents", type=int, default=1, help="prompts, one after another; 1: the one of real_text's B 1")
+    p.add_argument("--documents", type=int, default=4, help="prompts, one after another, as real_text's B 1 has them")
     p.add_argument("--new-tokens", type=int, help="default 256; dry 12")
     p.add_argument("--repeats", type=int, default=2)
     p.add_argument("--static", action="store_true", help="also a static cache, compiled")

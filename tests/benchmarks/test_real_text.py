@@ -53,6 +53,7 @@ def test_dry_run(script, tiny_checkpoint, tmp_path, capsys):
     assert set(by_id) == wanted
     for id, r in by_id.items():
         if "E3-" in id:
+            assert r["sequences"] == 2
             assert r["one_row_mismatches"] == r["repeats_differing"] == 0
             assert (r["mean_accepted"], r["tokens_per_round"]) == (0, 1)
         else:
@@ -78,20 +79,23 @@ def test_a_history_made_later_is_the_one_prefill_makes(script, prefilled, spec):
     assert got.remaining.tolist() == want.remaining.tolist()
 
 
-def test_the_first_of_a_batch_decode_as_they_do_in_it(script, prefilled):
+def test_parts_of_a_batch_decode_as_they_do_in_it(script, prefilled):
     bench, plain = script("_engine_bench"), script("real_text").plain_policy()
     s = prefilled()
-    whole = bench.decode(s, plain)
-    few = bench.decode(bench.first_of(s, 2), plain)
+    whole = bench.decode([s], plain)
+    few = bench.decode([bench.part_of(s, 2)], plain)
     assert few.outputs == whole.outputs[:2]
+    singles = [bench.part_of(s, 1, first) for first in range(3)]
+    assert bench.decode(singles, plain).outputs == whole.outputs
+    assert script("_lossless").plain_margins(singles, whole.outputs).mismatches == 0
     assert [len(o) for o in whole.outputs] == [10] * 3
 
 
 def test_a_changed_output_is_told_from_rounding(script, prefilled):
     bench, lossless = script("_engine_bench"), script("_lossless")
     s = prefilled()
-    plain = bench.decode(s, script("real_text").plain_policy()).outputs
-    margins = lossless.plain_margins(s, plain)
+    plain = bench.decode([s], script("real_text").plain_policy()).outputs
+    margins = lossless.plain_margins([s], plain)
     assert margins.mismatches == 0
     changed = [list(o) for o in plain]
     changed[1][4] = (changed[1][4] + 1) % 256
@@ -108,11 +112,11 @@ def test_noise_sees_other_keys(script, prefilled):
     """The block pass is measured, not assumed: keys disturbed after the plain pass show up as noise."""
     bench, lossless = script("_engine_bench"), script("_lossless")
     s = bench.with_history(prefilled(), HistorySpec(16, 1))
-    plain = bench.decode(s, script("real_text").plain_policy()).outputs
-    margins = lossless.plain_margins(s, plain)
-    assert lossless.noise(s, plain, margins, 4)["margin"]["max"] < 1e-3
+    plain = bench.decode([s], script("real_text").plain_policy()).outputs
+    margins = lossless.plain_margins([s], plain)
+    assert lossless.noise([s], plain, margins, 4)["margin"]["max"] < 1e-3
     s.cache.k[:, :, :, :90] += 0.3
-    assert lossless.noise(s, plain, margins, 4)["logit"]["max"] > 1e-3
+    assert lossless.noise([s], plain, margins, 4)["logit"]["max"] > 1e-3
 
 
 def test_prompts_of_another_tokenizer_are_refused(script, tiny_checkpoint, tmp_path):

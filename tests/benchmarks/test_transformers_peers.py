@@ -67,8 +67,8 @@ def test_same_tokens_from_smollm2(peers, smollm2):
 
 def test_dry_run(peers, tiny_checkpoint):
     model, assistant = (str(tiny_checkpoint("qwen2", seed=seed)) for seed in (0, 1))
-    command = ["--model", model, "--assistant", assistant, "--dry", "--static", "--repeats", "1", "--contexts", "300"]
-    records = peers.main([*command, "--workloads", "novel"])
+    command = ["--model", model, "--assistant", assistant, "--dry", "--static", "--repeats", "1", "--documents", "2"]
+    records = peers.main([*command, "--contexts", "300", "--workloads", "novel"])
     assert [r["id"] for r in records] == [
         f"dry-{item}-peer-{name}-novel-0k-B1"
         for item, name in (("E3", "plain"), ("E6", "lookup"), ("E3", "static"), ("E6", "assisted"))
