@@ -49,6 +49,16 @@ class Drafter:
         """Does it read the policy's draft_kv? The others draft without the target's keys."""
         return self.kind in ("sparse_self", "quest")
 
+    @property
+    def has_signals(self) -> bool:
+        """Does it say how sure each draft is? A controller that looks at signals needs one that does."""
+        return self.kind != "lookup"
+
+    @property
+    def may_have_none(self) -> bool:
+        """May it have fewer drafts than a controller asks for? A round then verifies those it has."""
+        return self.kind == "lookup"
+
     def check(self, where: str = "drafter") -> None:
         """Raises UserError where a setting is given that the kind does not use, or one is missing that it needs."""
         refuse_unused(self, self.kind, DRAFTER_USES, where)

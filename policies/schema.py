@@ -126,6 +126,13 @@ def policy_from_mapping(value: object, where: str = "") -> Policy:
     if policy.drafter.kind == "quest" and policy.draft_kv.page == 1:
         field = f"{prefix}draft_kv.page"
         raise UserError(f"{field} is 1, and drafter quest chooses whole pages", "use 16, 32 or 64", field=field)
+    if not policy.drafter.has_signals and CONTROLLERS[controller.kind][1].adaptive:
+        raise UserError(
+            f"{prefix}controller {controller.kind} asks how sure each draft is, which drafter {policy.drafter.kind} "
+            "cannot say",
+            "use controller fixed or another drafter",
+            field=f"{prefix}controller",
+        )
     if policy.drafter.kind == "none" and longest_draft(controller) > 0:
         raise UserError(
             f"{prefix}drafter none cannot serve controller {controller.kind}",

@@ -17,11 +17,15 @@ from specdial.simulator.replay import replay_rounds
 
 @dataclass(frozen=True, slots=True)
 class Corner:
-    """The best fixed k at one (context, batch); 0 is plain decoding. extrapolated: some cost lies outside the table."""
+    """The best fixed k at one (context, batch); 0 is plain decoding. drafter: its label in cost tables.
+
+    extrapolated: some cost lies outside the table.
+    """
 
     context_tokens: int
     batch: int
     k: int
+    drafter: str
     budget: int
     speedup: float
     extrapolated: bool
@@ -69,7 +73,7 @@ def _corner(
         plain_us, extrapolated = costs.at("plain", float(context), batch)
     except CostRefusedError:
         return None
-    best = Corner(context, batch, 0, 0, 1.0, extrapolated)
+    best = Corner(context, batch, 0, "none", 0, 1.0, extrapolated)
     priced = 0
     for arm in range(len(record.arms)):
         policy = _fixed(record, arm, record.k_max)
@@ -82,5 +86,5 @@ def _corner(
             speedup = (accepted[arm, k] + 1.0) * plain_us / float(table.cost_us[:, k, 0].sum())
             if speedup > best.speedup:
                 extra = extrapolated or bool(table.extrapolated_us[:, k, 0].any())
-                best = Corner(context, batch, k, setting.budget, speedup, extra)
+                best = Corner(context, batch, k, setting.drafter, setting.budget, speedup, extra)
     return best if priced else None

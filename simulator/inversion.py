@@ -26,6 +26,7 @@ class Inversion:
     """
 
     arm: int
+    drafter: str  # its label in cost tables
     budget: int
     k: int
     speedup: float | None
@@ -90,6 +91,7 @@ def _rows(arm: int, outcomes: list[Outcome], tail: Floats) -> list[Inversion]:
         rows.append(
             Inversion(
                 arm=arm,
+                drafter=outcome.policy.drafter.label,
                 budget=outcome.budget,
                 k=k,
                 speedup=outcome.speedup,

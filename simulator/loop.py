@@ -48,7 +48,8 @@ class Step:
 class Block:
     """The controller lanes of one kind: which sequence, which variant of its policy, which arm each belongs to.
 
-    sequence is a slice when the lanes are the sequences, one for one.
+    sequence is a slice when the lanes are the sequences, one for one. short: lanes whose drafter may have fewer drafts
+    than it is asked for, None where no lane's may.
     """
 
     controller: Controller
@@ -57,6 +58,7 @@ class Block:
     arm: Ints
     signals: Signals
     reads: tuple[str, ...]
+    short: Bools | None
 
     def draft(self, record: Record, cell: Ints, limit: Ints, live: Bools) -> Ints:
         """k of each lane, [lanes]: ask the controller, reveal one more draft, ask again."""
@@ -107,6 +109,8 @@ def rounds(
                 continue
             cell = first_cell[block.sequence] + block.arm
             limit = draft_limit(block.controller, (requested - position)[block.sequence])
+            if block.short is not None:
+                limit = np.where(block.short, np.minimum(limit, record.depths.take(cell)), limit)
             drafted = block.draft(record, cell, limit, live)
             if isinstance(block.sequence, slice):
                 k, arm_cell = drafted, cell
@@ -135,6 +139,7 @@ def _blocks(record: Record, policies: Sequence[Policy], arms: Sequence[Sequence[
         controller = make_controller([variants[p][v].controller for p, v in pairs for _ in range(count)])
         depth = max(int(controller.k_max.max()), 1)
         shape = (len(pairs) * count, depth)
+        short = np.repeat([variants[p][v].drafter.may_have_none for p, v in pairs], count)
         blocks.append(
             Block(
                 controller=controller,
@@ -145,6 +150,7 @@ def _blocks(record: Record, policies: Sequence[Policy], arms: Sequence[Sequence[
                 arm=np.repeat([arms[p][v] for p, v in pairs], count),
                 signals=Signals(*(np.zeros(shape, order="F") for _ in SIGNALS)),
                 reads=READS.get(kind, SIGNALS),
+                short=short if short.any() else None,
             )
         )
     return blocks

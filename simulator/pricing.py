@@ -3,7 +3,7 @@
 Costs are piecewise linear in context between the measured contexts, so splitting each round between its two
 neighbouring knots loses nothing, and pricing a million rounds is one bincount. A budget that is a fraction of the
 prompt gives every unit of documents a setting of its own. The bins are by unit, so each is priced at its own prompt, or
-at the mean one where documents decode as a batch. Leaves out where rounds come from.
+at the longest where documents decode as a batch, as the engine takes it. Leaves out where rounds come from.
 """
 
 from dataclasses import dataclass

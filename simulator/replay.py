@@ -47,7 +47,7 @@ def replay(
     """
     record = trace if isinstance(trace, Record) else read_record(trace)
     costs = CostModel.from_rounds(record.trace) if costs is None else costs
-    record, judged = _judge(drawn(record, seed), policies, seed)
+    record, judged = _judge(drawn(record, seed), policies, batch, seed)
     frame = _frame(record, costs, split, batch)
     knots = knots_for(costs, float(frame.documents.start.min()), float(frame.documents.end.max()))
     job = _Job(record, costs, batch, frame, knots, keep_rounds)
@@ -70,7 +70,8 @@ def replay_rounds(
     trace: Trace | Record, policies: Sequence[Policy], split: str | None = None, batch: int = 1, *, seed: int = 0
 ) -> list[Rounds]:
     """The rounds of each policy, without any cost. Raises UserError where the record does not support one."""
-    record, judged = _judge(drawn(trace if isinstance(trace, Record) else read_record(trace), seed), policies, seed)
+    read = trace if isinstance(trace, Record) else read_record(trace)
+    record, judged = _judge(drawn(read, seed), policies, batch, seed)
     documents = _documents(record, split)
     logs = []
     for policy, judgement in zip(policies, judged, strict=True):
@@ -84,9 +85,9 @@ def replay_rounds(
     return logs
 
 
-def _judge(record: Record, policies: Sequence[Policy], seed: int) -> tuple[Record, list[Support]]:
+def _judge(record: Record, policies: Sequence[Policy], batch: int, seed: int) -> tuple[Record, list[Support]]:
     """Support of each policy; arms between recorded budgets are appended to the record and named in the support."""
-    judged = [support(record, policy) for policy in policies]
+    judged = [support(record, policy, batch) for policy in policies]
     wanted = sorted({mix for judgement in judged for mix in judgement.between if mix is not None})
     place = {mix: len(record.arms) + i for i, mix in enumerate(wanted)}
     renamed = [
@@ -116,9 +117,10 @@ def _frame(record: Record, costs: CostModel, split: str | None, batch: int) -> F
         )
     except CostRefusedError:
         base = None
-    lengths = (documents.start, documents.end - documents.start)
-    means = (np.array([round(float(tokens[part].mean())) for part in parts], np.int64) for tokens in lengths)
-    return Frame(documents, units, base, float(record.trace.meta["model"]["kv_bytes_per_token"]), *means)
+    prompt_tokens = np.array([documents.start[part].max() for part in parts])
+    output_tokens = np.array([round(float((documents.end - documents.start)[part].mean())) for part in parts])
+    kv_bytes = float(record.trace.meta["model"]["kv_bytes_per_token"])
+    return Frame(documents, units, base, kv_bytes, prompt_tokens, output_tokens)
 
 
 def _with_intervals(outcomes: list[Outcome], frame: Frame, resamples: int, seed: int) -> list[Outcome]:

@@ -11,9 +11,9 @@ from typing import Any, Literal
 
 from specdial.policies.controllers import CONTROLLERS
 from specdial.policies.errors import UserError
-from specdial.policies.fields import setting
+from specdial.policies.fields import parse, setting
 from specdial.policies.naming import short_name
-from specdial.policies.schema import Policy, policy_from_mapping
+from specdial.policies.schema import Drafter, Policy, policy_from_mapping
 from specdial.simulator.acceptance import RateFit, fit_rate
 from specdial.simulator.lanes import Record
 from specdial.simulator.support import mixable_budgets
@@ -89,16 +89,27 @@ class Space:
         return cls(search, record, search.k_max or record.k_max, arms, fits, max(gamma, 1e-3))
 
     def kinds(self) -> tuple[str, ...]:
-        """Controller kinds that draft."""
-        return tuple(kind for kind in self.search.controllers if kind != "none")
+        """Controller kinds that draft, on some arm."""
+        return tuple(kind for kind in self.search.controllers if kind != "none" and self.arms_for(kind))
+
+    def arms_for(self, kind: str) -> tuple[int, ...]:
+        """The arms that a kind can draft with: where it looks at signals, those whose drafter has them."""
+        if not CONTROLLERS[kind][1].adaptive:
+            return self.arms
+        return tuple(arm for arm in self.arms if parse(Drafter, self.record.arms[arm]["drafter"]).has_signals)
+
+    def _arm_name(self, kind: str) -> str:
+        """A sampler wants one name for one set of choices."""
+        return "arm" if self.arms_for(kind) == self.arms else "arm_with_signals"
 
     def parameters(self, kind: str, form: str = "calibrated") -> dict[str, Range | tuple[Any, ...]]:
         """What a point of this kind holds besides the kind: ranges and choices by name."""
-        found: dict[str, Range | tuple[Any, ...]] = {"k": Range(1, self.k_max, "int"), "arm": self.arms}
         budgets = mixable_budgets(self.record, self.arms)
+        found: dict[str, Range | tuple[Any, ...]] = {"k": Range(1, self.k_max, "int")}
         if self.search.between and budgets is not None:
             found["budget"] = Range(*budgets, "int_log")
-            del found["arm"]
+        else:
+            found[self._arm_name(kind)] = self.arms_for(kind)
         if kind == "entropy":
             found["entropy.threshold"] = Range(-0.2, 0.95)
         if kind == "confidence":
@@ -116,9 +127,6 @@ class Space:
         """Points worth a first try: what the fits and the papers recommend, for every arm."""
         points: list[Point] = []
         for arm in self.arms:
-            place: Point = {"k": self.k_max, "arm": arm}
-            if "arm" not in self.parameters("fixed"):
-                place = {"k": self.k_max, "budget": self.record.budget(arm)}
             extras: dict[str, Point] = {
                 "fixed": {"k": min(4, self.k_max)},
                 "entropy": {"entropy.threshold": 0.4},
@@ -131,7 +139,11 @@ class Space:
                     "rate.shift": 0.0,
                 },
             }
-            points += [{"controller": kind, **place, **extras[kind]} for kind in self.kinds()]
+            for kind in self.kinds():
+                if arm in self.arms_for(kind):
+                    between = "budget" in self.parameters(kind)
+                    place = {"budget": self.record.budget(arm)} if between else {self._arm_name(kind): arm}
+                    points.append({"controller": kind, "k": self.k_max, **place, **extras[kind]})
         return points
 
     def grid(self, limit: int) -> list[Point] | None:
@@ -153,7 +165,8 @@ class Space:
     def policy(self, point: Point) -> Policy:
         """The policy at a point."""
         kind, k = point["controller"], int(point["k"])
-        arm = int(point["arm"]) if "arm" in point else self._nearest(int(point["budget"]))
+        place = point.get("arm", point.get("arm_with_signals"))
+        arm = self._nearest(int(point["budget"])) if place is None else int(place)
         draft_kv = dict(self.record.arms[arm]["draft_kv"])
         if "budget" in point:
             page = int(draft_kv.get("page", 1))

@@ -35,7 +35,7 @@ class Frame:
     """What all policies of one replay share. base_us: [units] plain decoding, None when plain steps have no cost.
 
     kv_bytes_per_token: bytes of keys and values that one cached token holds, all layers.
-    prompt_tokens, output_tokens: [units] means over the documents of a unit.
+    prompt_tokens, output_tokens: [units] the longest prompt, of which a batch's budget is a fraction; the mean output.
     """
 
     documents: Documents

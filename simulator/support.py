@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import numpy as np
+
 from specdial.policies.fields import parse, to_plain
 from specdial.policies.file import policy_digest
 from specdial.policies.schema import Drafter, Policy
@@ -33,8 +35,8 @@ class Support:
     between: tuple[tuple[int, int, int] | None, ...]
 
 
-def support(record: Record, policy: Policy) -> Support:
-    """Judge one policy against a record."""
+def support(record: Record, policy: Policy, batch: int = 1) -> Support:
+    """Judge one policy against a record, documents decoding `batch` at a time."""
     if not policy.lossless:
         return _refused("it is lossy, and replay knows lossless policies only")
     meta = record.trace.meta
@@ -46,6 +48,8 @@ def support(record: Record, policy: Policy) -> Support:
     if not meta["dense"] and policy.k_max > 0:
         if not can_impute(record):
             return _refused("the trace is sparse and holds too few drafts to model others: record with dense=true")
+        if any(variant.drafter.may_have_none for variant in policy.variants()):
+            return _refused("the trace is sparse, and does not show where its drafter had no draft: record that policy")
         level = "modelled"
         reasons.append("the trace is sparse: chains that were not recorded are drawn from those that were")
     arms: list[int] = []
@@ -59,6 +63,9 @@ def support(record: Record, policy: Policy) -> Support:
             return _refused(f"it drafts up to {variant.k_max} tokens, {record.k_max} were recorded")
         wanted = _wanted(variant)
         place, why = _arm(record, wanted)
+        if batch > 1 and variant.draft_kv.budget_frac > 0.0 and len(np.unique(record.documents.start)) > 1:
+            level = "modelled"
+            reasons.append("a batch's budget is a fraction of its longest prompt, and each was recorded with its own")
         if wanted.get("draft_kv", {}).get("refresh_rounds", 1) > 1 and (place is None or meta["dense"]):
             level = "modelled"
             reasons.append(

@@ -57,6 +57,7 @@ def print_outcomes(outcomes: Sequence[Outcome], title: str) -> None:
 def print_inversion(rows: Sequence[Inversion]) -> None:
     """Speedup and acceptance against fixed k, one block an arm."""
     table = Table(title="efficiency inversion: fixed k per arm", title_justify="left")
+    table.add_column("drafter")
     for name in (
         "budget",
         "k",
@@ -74,6 +75,7 @@ def print_inversion(rows: Sequence[Inversion]) -> None:
         marks = ["best"] if r.best else []
         marks += ["inverted"] if r.inverted else []
         table.add_row(
+            r.drafter,
             str(r.budget),
             str(r.k),
             number(r.speedup, 3),

@@ -1,6 +1,7 @@
 """Controllers: the rules that pick k. The registry maps a kind to its settings and its class."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from specdial.policies.controllers.base import Controller, Signals, draft_limit
 from specdial.policies.controllers.rate import Rate, RateConfig
@@ -17,7 +18,7 @@ from specdial.policies.controllers.simple import (
 
 ControllerConfig = NoneConfig | FixedConfig | EntropyConfig | ConfidenceConfig | RateConfig
 
-CONTROLLERS: dict[str, tuple[type, type]] = {
+CONTROLLERS: dict[str, tuple[type, type[Any]]] = {
     "none": (NoneConfig, NoDraft),
     "fixed": (FixedConfig, Fixed),
     "entropy": (EntropyConfig, Entropy),

@@ -42,6 +42,13 @@ def test_what_a_kind_does_not_use_is_refused_by_name(drafter, draft_kv, says):
     assert caught.value.field == says.split(" ")[0]
 
 
+@pytest.mark.parametrize("kind", ["entropy", "confidence", "rate"])
+def test_a_rule_that_needs_signals_is_refused_with_a_drafter_that_has_none(kind):
+    with pytest.raises(UserError, match=f"controller {kind} asks how sure each draft is, which drafter lookup"):
+        policy_from_mapping({"drafter": {"kind": "lookup"}, "controller": {"kind": kind}})
+    assert policy_from_mapping({"drafter": {"kind": "lookup"}, "controller": FIXED}).k_max == 4
+
+
 def test_plain_decoding_may_carry_any_selection():
     """A cell that decodes plainly keeps its policy's selection."""
     kv = {"decay": 0.9, "refresh_rounds": 0, "budget_frac": 0.1}

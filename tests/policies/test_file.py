@@ -318,7 +318,8 @@ def test_the_digest_changes_with_every_decision():
     whole = parse_policy(TEXT.replace("k_max: 8", "k_max: 4"))
     policy = replace(whole, cells=())
     plain = to_plain(policy)
-    changed = [to_plain(whole), *({**plain, "drafter": drafter} for drafter in DRAFTERS)]
+    fixed = {**plain, "controller": {"kind": "fixed"}}
+    changed = [to_plain(whole), *({**fixed, "drafter": drafter} for drafter in DRAFTERS)]
     for part in ("controller", "draft_kv"):
         for name, value in other_values(getattr(policy, part)):
             changed.append({**plain, part: {**plain[part], name: min(value, 64) if name == "k_max" else value}})

@@ -1,8 +1,12 @@
 """Drafters and selections in replay: which recorded arm speaks for a policy, and which costs it is priced at."""
 
 import json
+import shutil
+from dataclasses import replace
 
 import numpy as np
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
 import pytest
 
 from specdial.engine.trace.reader import read_costs, read_trace
@@ -12,6 +16,7 @@ from specdial.policies.fields import to_plain
 from specdial.policies.schema import DraftKV
 from specdial.simulator.costs import CostModel
 from specdial.simulator.crossover import crossover_surface
+from specdial.simulator.inversion import inversion_table
 from specdial.simulator.lanes import read_record
 from specdial.simulator.load import load_costs
 from specdial.simulator.measured import Measured
@@ -92,6 +97,34 @@ def test_each_policy_replays_exactly_from_its_own_arm(many, table, policy, arm):
     assert log.accepted.tolist() == np.minimum(run, log.k).tolist()
 
 
+def without_drafts_at_even_positions(out):
+    """Remove the chains of the lookup arm at even positions: nothing was found there."""
+    for part in out.glob("drafts-*.parquet"):
+        rows = pq.read_table(part)
+        lost = pc.and_(pc.equal(rows["arm"], 2), pc.equal(pc.bit_wise_and(rows["position"], 1), 0))
+        pq.write_table(rows.filter(pc.invert(lost)), part, write_page_checksum=True)
+
+
+def test_a_round_in_which_lookup_finds_nothing_drafts_nothing(many, table, policy, tmp_path):
+    shutil.copytree(many.path, tmp_path / "gaps")
+    without_drafts_at_even_positions(tmp_path / "gaps")
+    gaps = read_trace(tmp_path / "gaps")
+    lookup, ours = replay(gaps, table, [drafting(policy, *ARMS[2]), drafting(policy, *ARMS[0])], keep_rounds=True)
+    assert (lookup.level, ours.level) == ("exact", "exact")
+    end = {d["doc"]: d["prompt_tokens"] + d["new_tokens"] for d in gaps.meta["documents"]}
+    log = lookup.round_log
+    for doc, n, k in zip(log.doc.tolist(), log.context_tokens.tolist(), log.k.tolist(), strict=True):
+        assert k == (0 if n % 2 == 0 else min(4, end[doc] - n - 1))
+    assert (ours.round_log.k > 0).sum() > (log.k > 0).sum()
+
+
+def test_another_lookup_on_a_sparse_trace_is_refused(many, table, policy):
+    sparse = replace(many, meta={**many.meta, "dense": False})
+    (outcome,) = replay(sparse, table, [drafting(policy, *ARMS[2])])
+    assert outcome.level == "refused"
+    assert "does not show where its drafter had no draft" in outcome.reason
+
+
 def test_a_selection_that_a_drafter_does_not_read_makes_no_difference(many, policy):
     ours, theirs = (drafting(policy, LOOKUP, kv) for kv in ({}, {"budget": 64, "recent": 8}))
     logs = replay_rounds(many, [ours, theirs])
@@ -170,13 +203,14 @@ def test_a_fraction_is_priced_at_the_prompt_of_each_unit(many, table, policy, ba
     expected = 0.0
     for first in range(0, 4, batch):
         unit = range(first, min(first + batch, 4))
-        budget = DraftKV(**ARMS[6][1]).resolved(round(float(np.mean([prompts[d] for d in unit])))).budget
+        budget = DraftKV(**ARMS[6][1]).resolved(max(prompts[d] for d in unit)).budget
         rows = [
             [k for d, k in zip(outcome.round_log.doc, outcome.round_log.k, strict=True) if d == doc] for doc in unit
         ]
         longest = [max(row[i] for row in rows if i < len(row)) for i in range(max(map(len, rows)))]
         expected += sum(longest) * (200.0 + 0.1 * budget)
     assert outcome.breakdown["draft"] * outcome.tokens == pytest.approx(expected, rel=1e-9)
+    assert outcome.level == ("exact" if batch == 1 else "modelled")
     assert outcome.budget == DraftKV(**ARMS[6][1]).resolved(round(float(np.mean(prompts)))).budget
 
 
@@ -199,11 +233,12 @@ def test_the_surface_takes_the_best_drafter(many, table):
     (corner,) = crossover_surface(read_record(many), table, [512], [1])
     assert corner.k > 0
     assert corner.speedup > 1.0
+    rows = inversion_table(read_record(many), table)
+    assert {row.drafter for row in rows} == set(LABELS)
+    assert corner.drafter in LABELS
 
 
 def test_a_table_from_before_drafters_had_a_column_is_of_self_drafting(tmp_path, trace):
-    import pyarrow.parquet as pq
-
     write_synthetic_costs(tmp_path, (256, 512), (1,), Shape())
     path = tmp_path / "costs.parquet"
     pq.write_table(pq.read_table(path).drop_columns(["drafter"]), path)

@@ -10,6 +10,7 @@ from specdial.engine.trace.writer import TraceWriter
 from specdial.policies.controllers import Signals, draft_limit, make_controller
 from specdial.policies.file import policy_digest
 from specdial.policies.schema import policy_from_mapping
+from specdial.simulator.costs import CostModel, operation
 from specdial.simulator.replay import replay, replay_rounds
 from specdial.simulator.synthetic import Shape, outputs, synthetic_meta, write_trace
 
@@ -79,19 +80,21 @@ controllers = st.one_of(
     st.just({"kind": "none"}),
     st.builds(lambda k: {"kind": "fixed", "k": k}, st.integers(1, 8)),
     st.builds(
-        lambda k, c, t: {"kind": "entropy", "k_max": k, "coefficient": c, "threshold": t},
+        lambda k, c, t, lag: {"kind": "entropy", "k_max": k, "coefficient": c, "threshold": t, "lag": lag},
         st.integers(1, 8),
         st.floats(0, 1),
         st.floats(-1, 1),
+        st.integers(0, 1),
     ),
     st.builds(lambda k, t: {"kind": "confidence", "k_max": k, "threshold": t}, st.integers(1, 8), st.floats(0, 1)),
     st.builds(
-        lambda form, k, gamma, beta, ks: {
+        lambda form, k, gamma, beta, ks, lag: {
             "kind": "rate",
             "form": form,
             "k_max": k,
             "gamma": gamma,
             "beta": beta,
+            "lag": lag,
             "k_set": [allowed for allowed in ks if allowed <= k],
         },
         st.sampled_from(["calibrated", "paper"]),
@@ -99,6 +102,7 @@ controllers = st.one_of(
         st.floats(0, 1),
         st.floats(0.5, 1),
         st.sampled_from([[], [1, 3, 8], [2, 4]]),
+        st.integers(0, 1),
     ),
 )
 cells = st.lists(
@@ -178,8 +182,11 @@ def priced_slowly(trace, costs, outcome, batch):
     return total
 
 
-def test_a_recorded_policy_replays_to_its_own_rounds_and_time(trace, policy, tmp_path):
-    recorded = policy("rate", controller={"gamma": 0.2})
+@pytest.mark.parametrize("drafter", ["sparse_self", "lookup"])
+def test_a_recorded_policy_replays_to_its_own_rounds_and_time(trace, policy, tmp_path, drafter):
+    settings = {"sparse_self": ("rate", {"gamma": 0.2, "lag": 1}), "lookup": ("fixed", {"k": 5})}
+    kind, controller = settings[drafter]
+    recorded = policy(kind, controller=controller, drafter={"kind": drafter})
     rows = slow_rounds(trace, recorded, 1)
     write_recorded(tmp_path, recorded, rows, dense=False)
     own = read_trace(tmp_path)
@@ -189,6 +196,7 @@ def test_a_recorded_policy_replays_to_its_own_rounds_and_time(trace, policy, tmp
     total = sum(sum(table[name]) for name in ("draft_us", "verify_us", "select_us", "host_us"))
     assert outcome.us_per_token * outcome.tokens == pytest.approx(total, rel=1e-12)
     assert outcome.speedup is None
+    assert operation("draft", drafter) in CostModel.from_rounds(own).measured
 
 
 @pytest.mark.parametrize(

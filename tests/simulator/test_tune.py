@@ -3,6 +3,9 @@
 import json
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
 import pytest
 
 from specdial.policies.errors import UserError
@@ -90,6 +93,36 @@ def test_budgets_in_between_are_tried_when_asked_for(files, tmp_path):
     _, out = tune(files, tmp_path, search={"between": True})
     tried = json.loads((out / "study.json").read_text())["tried"]
     assert {row["level"] for row in tried} == {"exact", "modelled"}
+
+
+def test_lag_is_what_it_is_told_to_be(files, tmp_path):
+    _, out = tune(files, tmp_path, search={"lag": 1, "controllers": ["entropy", "rate"]})
+    tried = [load_policy(path).controller for path in (out / "policies").iterdir()]
+    adaptive = [controller for controller in tried if controller.kind in ("entropy", "rate")]
+    assert adaptive
+    assert all(controller.lag == 1 for controller in adaptive)
+
+
+@pytest.mark.parametrize("sampler", ["brute", "nsga2"])
+def test_rules_that_need_signals_are_not_tried_on_a_drafter_without(tmp_path, sampler):
+    """Tuned over a selection and prompt lookup at once; the cost table times both."""
+    write_trace(tmp_path / "trace", Shape(documents=6, new_tokens=40))
+    meta = json.loads((tmp_path / "trace" / "meta.json").read_text())
+    meta["arms"][1] = {"arm": 1, "drafter": {"kind": "lookup"}, "draft_kv": meta["arms"][1]["draft_kv"]}
+    (tmp_path / "trace" / "meta.json").write_text(json.dumps(meta))
+    write_synthetic_costs(tmp_path / "costs", (256, 512), (1,), Shape())
+    table = pq.read_table(tmp_path / "costs" / "costs.parquet")
+    timed = table.filter(pc.not_equal(table["op"], "plain"))
+    lookup = timed.set_column(1, table.schema.field("drafter"), pa.array(["lookup"] * timed.num_rows))
+    once = lookup.filter(pc.is_in(lookup["budget"], pa.array([0, 128], pa.int32())))
+    free = once.set_column(5, table.schema.field("budget"), pa.array([0] * once.num_rows, pa.int32()))
+    pq.write_table(pa.concat_tables([table, free]), tmp_path / "costs" / "costs.parquet")
+    _, out = tune(tmp_path, tmp_path, trace="trace", sampler=sampler, search={"k_max": 3})
+    tried = json.loads((out / "study.json").read_text())["tried"]
+    lookups = {row["params"]["controller"] for row in tried if row["params"].get("arm") == 1}
+    assert lookups == {"fixed"}
+    assert all(row["params"]["arm_with_signals"] == 0 for row in tried if row["params"]["controller"] != "fixed")
+    assert all(row["level"] == "exact" for row in tried)
 
 
 @pytest.mark.parametrize(
