@@ -57,6 +57,12 @@ class Judge:
         self.state.draft_probs[:, depth] = probabilities
         return draw(probabilities, self.state.uniforms[:, depth])
 
+    def take(self, k: int) -> None:
+        """Count the first k drafts of the block as certain, wherever they come from: a pass."""
+        if self.state.draft_probs is not None and not self.sampling.greedy:
+            drafts = self.state.drafts[:, :k, None]  # [B, k, 1]
+            self.state.draft_probs[:, :k].zero_().scatter_(2, drafts, 1.0)
+
     def choices(self, logits: Tensor, k: int) -> tuple[Tensor, bool]:
         """The target's token at every row of logits [B, k+1, V], and whether `state.accepted` is decided: a pass."""
         state = self.state

@@ -23,12 +23,14 @@ CHUNK_POSITIONS = 16
 def record_dense(s: Sequences, b: int, arms: list[DraftKV], k_max: int) -> dict[str, np.ndarray]:
     """Draft columns (schema.DRAFTS without doc and round) for sequence b, which must be finished and greedy.
 
+    arms: selections of drafter sparse_self; a budget that is a fraction is one of this prompt, as when decoding.
     `s` holds that one sequence; it is used as scratch and left rewound to the prompt.
     """
     if s.batch != 1 or s.history is None:
         raise ValueError("dense recording takes sequences one at a time, with history")
     tokens, prompt = list(s.tokens[b]), int(s.prompt_tokens[b])
     s.rewind()
+    arms = [arm.resolved(prompt) for arm in arms]
     once = {a: choose_keys(_history(s), s.cache.lengths, kv) for a, kv in enumerate(arms) if kv.refresh_rounds == 0}
     columns: list[dict[str, np.ndarray]] = []
     for start in range(prompt, len(tokens), CHUNK_POSITIONS):

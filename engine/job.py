@@ -6,14 +6,14 @@ Leaves out Hydra: settings arrive as plain mappings.
 import os
 import platform
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
 
 from specdial.engine.free_memory import free_bytes
 from specdial.engine.history import HistorySpec
-from specdial.engine.memory import Demand, require
+from specdial.engine.memory import Demand, predict, require
 from specdial.engine.sampling import Sampling
 from specdial.engine.sequences import Sequences
 from specdial.engine.weights import LoadedModel, load_model
@@ -38,26 +38,32 @@ class ModelSettings:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A model and the documents it will decode."""
+    """A model and the documents it will decode. draft_models: those that policies named so far, loaded once."""
 
     model: LoadedModel
     name: str
     spec: WorkloadSpec
     documents: list[Document]
+    draft_models: dict[str, LoadedModel] = field(default_factory=dict)
 
     @property
     def stop_ids(self) -> frozenset[int]:
         """Tokens that end a document: none when the workload ignores the end mark."""
         return frozenset() if self.spec.ignore_eos else frozenset(self.model.tokenizer.eos_ids)
 
-    def sequences(self, documents: list[Document], policies: list[Policy], *, copies: int = 0) -> Sequences:
+    def sequences(
+        self, documents: list[Document], policies: list[Policy], *, copies: int = 0, room_tokens: int = 0
+    ) -> Sequences:
         """Prefilled sequences with room for every policy's drafts.
 
+        room_tokens: and for documents of that length, which they may be prefilled with later.
         copies: of a single sequence so many copies are to be made beside it (`Sequences.repeated`): see to it that
         they will fit. Raises UserError past the model's context, and before it allocates more memory than is free.
         """
-        longest = max(len(d.prompt_ids) + d.new_tokens for d in documents)
-        s = empty_sequences(self.model, longest, len(documents), policies, copies=copies)
+        longest = max(room_tokens, *(len(d.prompt_ids) + d.new_tokens for d in documents))
+        s = empty_sequences(
+            self.model, longest, len(documents), policies, copies=copies, draft_models=self.draft_models
+        )
         s.prefill([d.prompt_ids for d in documents], [d.new_tokens for d in documents], self.stop_ids)
         return s
 
@@ -75,17 +81,66 @@ def load_job(model: ModelSettings, workload: Mapping[str, Any], split: str = "al
     return Job(loaded, model.name or loaded.config.name, spec, [chosen[index] for index in sorted(chosen)])
 
 
+def load_draft_models(target: LoadedModel, policies: list[Policy], loaded: dict[str, LoadedModel]) -> None:
+    """Add to `loaded` the draft models that policies name and it lacks, beside the target in its dtype.
+
+    Raises UserError for one that cannot be loaded, or whose tokens mean something else.
+    """
+    for name in sorted(draft_model_names(policies) - loaded.keys()):
+        draft = load_model(name, device=target.decoder.device, dtype=target.decoder.dtype)
+        if not draft.tokenizer.same_ids(target.tokenizer):
+            raise UserError(
+                f"draft model {name} ({draft.config.name}) and target {target.config.name} number their tokens "
+                "differently",
+                "draft with a model of the same family",
+                field="drafter.model",
+            )
+        loaded[name] = draft
+
+
+def draft_model_names(policies: list[Policy]) -> set[str]:
+    """The draft models these policies name."""
+    return {v.drafter.model for p in policies if p.k_max > 0 for v in p.variants() if v.drafter.kind == "model"}
+
+
 def empty_sequences(
-    model: LoadedModel, longest_tokens: int, batch: int, policies: list[Policy], *, copies: int = 0
+    model: LoadedModel,
+    longest_tokens: int,
+    batch: int,
+    policies: list[Policy],
+    *,
+    copies: int = 0,
+    draft_models: dict[str, LoadedModel] | None = None,
 ) -> Sequences:
-    """Sequences with room for `longest_tokens` and every policy's drafts. copies, errors: see `Job.sequences`."""
-    model.config.check_context(longest_tokens)
+    """Sequences with room for `longest_tokens` and every policy's drafts. copies, errors: see `Job.sequences`.
+
+    draft_models: those loaded already; the policies' other ones are added.
+    """
+    loaded = {} if draft_models is None else draft_models
+    load_draft_models(model, policies, loaded)
+    companions = {name: loaded[name].decoder for name in sorted(draft_model_names(policies))}
+    for config in (model.config, *(decoder.config for decoder in companions.values())):
+        config.check_context(longest_tokens)
     demand = memory_demand(model, longest_tokens, batch, policies)
-    free = free_bytes(model.decoder.device)
-    needed = require(demand, free)
-    if copies:
-        require(replace(demand, batch=copies), free - needed.to_allocate)
-    return Sequences(model.decoder, demand.capacity_tokens, batch, history=demand.history, backend=demand.backend)
+    demands = [demand, *(replace(demand, config=d.config, history=None, selected=0) for d in companions.values())]
+    free = free_bytes(model.decoder.device) - summary_bytes(demand, max(batch, copies), policies)
+    for wanted in (batch, copies) if copies else (batch,):
+        for one in demands:
+            free -= require(replace(one, batch=wanted), free).to_allocate
+    return Sequences(
+        model.decoder,
+        demand.capacity_tokens,
+        batch,
+        history=demand.history,
+        backend=demand.backend,
+        companions=companions,
+    )
+
+
+def summary_bytes(demand: Demand, batch: int, policies: list[Policy]) -> int:
+    """Of the page summaries that policies drafting by quest keep: a smallest and a largest key a page."""
+    pages = {v.draft_kv.page for p in policies if p.k_max > 0 for v in p.variants() if v.drafter.kind == "quest"}
+    return sum(predict(replace(demand, batch=batch)).kv_cache // page for page in pages)
 
 
 def memory_demand(model: LoadedModel, longest_tokens: int, batch: int, policies: list[Policy]) -> Demand:
@@ -109,13 +164,13 @@ def backend_for(device: torch.device | str) -> Backend:
 
 
 def history_spec(policies: list[Policy]) -> HistorySpec | None:
-    """The history that the drafting variants of these policies score by; None when none drafts."""
-    kvs = [v.draft_kv for p in policies if p.k_max > 0 for v in p.variants()]
-    for name in ("window", "page"):
+    """The history that the drafting variants of these policies score by; None when none drafts by history."""
+    kvs = [v.draft_kv for p in policies if p.k_max > 0 for v in p.variants() if v.drafter.kind == "sparse_self"]
+    for name in ("window", "page", "decay"):
         values = {getattr(kv, name) for kv in kvs}
         if len(values) > 1:
             raise UserError(f"policies with different draft_kv.{name} {sorted(values)}", "run them separately")
-    return HistorySpec(kvs[0].window, kvs[0].page) if kvs else None
+    return HistorySpec(kvs[0].window, kvs[0].page, kvs[0].decay) if kvs else None
 
 
 def describe(job: Job, sampling: Sampling) -> dict[str, Any]:

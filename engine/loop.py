@@ -2,9 +2,10 @@
 
 A round is device work first (`_launch`) and the host's account of it afterwards (`_finish`), with one read-back between
 them, so on a GPU the next round is launched before the last one is read wherever nothing on the host decides it. With
-a controller that looks at no signals the whole round is one pass, hence one CUDA graph. Sequences that stop drafting
-early wait for the longest one; their padding drafts are never accepted. Leaves out everything around the round: prefill
-(sequences), recording (recorder), which documents and which policy (the verbs).
+a controller that looks at no signals the whole round is one pass, hence one CUDA graph. Drafts that the host knows
+before a round come with it, and their time is the host's. Sequences that stop drafting early wait for the longest one;
+their padding drafts are never accepted. Leaves out everything around the round: prefill (sequences), recording
+(recorder), which documents and which policy (the verbs).
 """
 
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from specdial.engine.acceptance import Judge
 from specdial.engine.drafters import make_drafter
-from specdial.engine.drafters.base import Draft, Drafter
+from specdial.engine.drafters.base import Draft, Drafter, HostDrafter
 from specdial.engine.round_state import (
     DRAFTED,
     SELECTED,
@@ -89,7 +90,7 @@ class Decoding:
         self.policy = policy
         self.variants = policy.variants()
         self.controllers: list[Controller] = [make_controller([v.controller] * sequences.batch) for v in self.variants]
-        self.drafters: list[Drafter | None] = [
+        self.drafters: list[Drafter | HostDrafter | None] = [
             make_drafter(sequences, v) if longest_draft(v.controller) > 0 else None for v in self.variants
         ]
         self.drafts_at_all = policy.k_max > 0
@@ -127,16 +128,21 @@ class Decoding:
         capturing_us = s.graphs.capturing_us
         variant = self._variant()
         controller, drafter = self.controllers[variant], self.drafters[variant]
-        limit = np.where(s.done, 0, draft_limit(controller, s.remaining))
+        willing = controller.draft_more(0, Signals.empty(s.batch, 1)) & ~s.done
+        limit = np.where(willing, draft_limit(controller, s.remaining), 0)
+        s.turn += 1
         self.judge.prepare()
-        if drafter is not None:
-            drafter.prepare(limit)
-        if s.graphs.enabled and not controller.adaptive:
-            k = int(controller.k_max.max())
-            key = ("round", state.most_drafts, k, None if drafter is None else drafter.key, self.judge.key)
-            s.graphs.run(key, lambda: self._whole(drafter, k))
+        if isinstance(drafter, HostDrafter):
+            self._at_once(drafter.drafts(limit))
         else:
-            self._step_by_step(drafter, controller, limit)
+            if drafter is not None:
+                drafter.prepare(limit)
+            if s.graphs.enabled and not controller.adaptive:
+                k = int(controller.k_max.max())
+                key = ("round", state.most_drafts, k, None if drafter is None else drafter.key, self.judge.key)
+                s.graphs.run(key, lambda: self._whole(drafter, k))
+            else:
+                self._step_by_step(drafter, controller, limit)
         return Launched(controller, state.read_back(), s.graphs.capturing_us != capturing_us)
 
     def _whole(self, drafter: Drafter | None, k: int) -> None:
@@ -148,6 +154,24 @@ class Decoding:
                 self._step(draft, depth)
         self._verify(k, begun=drafter is not None)
 
+    def _at_once(self, drafts: list[list[int]]) -> None:
+        """A round whose drafts are known."""
+        state = self.state
+        k = np.array([len(tokens) for tokens in drafts])
+        block = np.zeros(state.block.shape, dtype=np.int64)  # [B, K+1]
+        for lane, tokens in enumerate(drafts):
+            block[lane, 1 : len(tokens) + 1] = tokens
+        to_device(block, state.block)
+        to_device(k, state.k)
+        widest = int(k.max())
+        self.s.graphs.run(("at once", state.most_drafts, widest, self.judge.key), lambda: self._known(widest))
+
+    def _known(self, k: int) -> None:
+        """Verify drafts that came from the host: a pass."""
+        self.judge.take(k)
+        self.state.signals.zero_()
+        self._verify(k, begun=False)
+
     def _step_by_step(self, drafter: Drafter | None, controller: Controller, limit: np.ndarray) -> None:
         """A round that drafts until every lane's controller stops, one pass a step."""
         state, run = self.state, self.s.graphs.run
@@ -155,7 +179,7 @@ class Decoding:
         signals = Signals.empty(self.s.batch, max(widest, 1))
         arriving: list[tuple[Tensor, torch.cuda.Event | None]] = []
         k, lag = np.zeros(self.s.batch, dtype=np.int64), int(controller.lag.min())
-        going = controller.draft_more(0, signals) & (limit > 0)
+        going = limit > 0
         name = ("step by step", state.most_drafts, None if drafter is None else drafter.key, self.judge.key)
         depth = 0
         if drafter is not None and going.any():
@@ -239,7 +263,9 @@ class Decoding:
 
     def _may_run_ahead(self) -> bool:
         """Can another round start before the one in flight is read? Only if nothing the host learns decides it."""
-        if not self.s.graphs.enabled or len(self.variants) > 1 or self.controllers[0].adaptive:
+        if not self.s.graphs.enabled or len(self.variants) > 1:
+            return False
+        if self.controllers[0].adaptive or isinstance(self.drafters[0], HostDrafter):
             return False
         return bool((self.s.remaining > self.policy.k_max + 1).any())
 

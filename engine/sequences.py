@@ -3,11 +3,14 @@
 Invariant between rounds: a sequence of n committed tokens has keys 0..n-2 cached; its last token is pending and enters
 with the next forward pass. The ring of attention rows is a function of the committed tokens alone: it holds the rows
 at positions n-1-W .. n-2.
+
+Draft models read along: each is a companion, sequences of its own with the same prompts, which its drafter moves on.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -41,9 +44,19 @@ class Sequences:
     """B sequences of one model. Build it, then `prefill`, then let the loop decode."""
 
     def __init__(
-        self, decoder: Decoder, capacity_tokens: int, batch: int, *, history: HistorySpec | None, backend: Backend
+        self,
+        decoder: Decoder,
+        capacity_tokens: int,
+        batch: int,
+        *,
+        history: HistorySpec | None,
+        backend: Backend,
+        companions: Mapping[str, Decoder] | None = None,
     ) -> None:
-        """capacity_tokens: the longest sequence, drafts included. history: what to keep of attention rows."""
+        """capacity_tokens: the longest sequence, drafts included. history: what to keep of attention rows.
+
+        companions: the draft models that read along, by the name that policies give them.
+        """
         self.decoder = decoder
         self.backend: Backend = backend
         self.cache = KVCache(
@@ -63,6 +76,14 @@ class Sequences:
         self.pending, self.before, self.room = torch.zeros(3, batch, dtype=torch.int64, device=decoder.device).unbind()
         self.stops = torch.full((STOP_SLOTS,), -1, device=decoder.device)  # stop tokens, padded with -1
         self._states: dict[int, RoundState] = {}
+        self._lasting: dict[Hashable, Any] = {}
+        self.companions = {
+            name: Sequences(model, capacity_tokens, batch, history=None, backend=backend)
+            for name, model in (companions or {}).items()
+        }
+        # Counts the rounds launched and the starts of decoding. Who took part in the turn before has missed nothing.
+        self.turn = 0
+        self.started = 0  # the turn at which decoding last started
 
     @property
     def batch(self) -> int:
@@ -87,6 +108,12 @@ class Sequences:
             )
         return self._states[most_drafts]
 
+    def lasting(self, key: Hashable, make: Callable[[], Any]) -> Any:
+        """What a drafter keeps, made once: captured graphs hold on to its buffers when the drafter is long gone."""
+        if key not in self._lasting:
+            self._lasting[key] = make()
+        return self._lasting[key]
+
     def prefill(self, prompts: list[list[int]], limits: list[int], stop_ids: frozenset[int] = frozenset()) -> None:
         """Read the prompts (all but each last token, which stays pending). Raises UserError on an empty prompt."""
         if any(not prompt for prompt in prompts):
@@ -105,6 +132,8 @@ class Sequences:
         self._start()
         if self.history is not None:
             self.history.save()
+        for companion in self.companions.values():
+            companion.prefill(prompts, limits, stop_ids)
 
     def rewind(self) -> None:
         """Back to the state right after `prefill`, so that another policy decodes the same prompts."""
@@ -112,6 +141,8 @@ class Sequences:
         self._start()
         if self.history is not None:
             self.history.restore()
+        for companion in self.companions.values():
+            companion.rewind()
 
     def repeated(self, batch: int) -> "Sequences":
         """`batch` copies of a batch of one, each with keys of its own in memory: for measuring cost."""
@@ -127,6 +158,7 @@ class Sequences:
         copy.cache.copy_from(self.cache)
         if self.history is not None and copy.history is not None:
             copy.history.copy_from(self.history)
+        copy.companions = {name: companion.repeated(batch) for name, companion in self.companions.items()}
         return copy
 
     def hold(self, tokens: list[int], *, limit: int) -> None:
@@ -135,6 +167,8 @@ class Sequences:
         self.prompt_tokens = self.committed
         self.limits = np.full(self.batch, limit, dtype=np.int64)
         self._start()
+        for companion in self.companions.values():
+            companion.hold(tokens, limit=limit)
 
     @contextmanager
     def _at_rest(self) -> Iterator[None]:
@@ -153,6 +187,8 @@ class Sequences:
         to_device(np.array([t[-1] for t in self.tokens]), self.pending)
         to_device(np.array([t[-2] if len(t) > 1 else 0 for t in self.tokens]), self.before)
         to_device(np.maximum(self.limits, 0), self.room)
+        self.turn += 1
+        self.started = self.turn
 
     def forward_block(self, tokens: Tensor, *, padded: bool, rows: bool) -> Block:
         """Full attention over everything cached for a block of tokens [B, T], written behind the committed keys.

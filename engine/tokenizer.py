@@ -76,6 +76,12 @@ class Tokenizer:
         found = self._backend.token_to_id(text)
         return None if found is None else int(found)
 
+    def same_ids(self, other: Tokenizer) -> bool:
+        """Do both give every token the same id? Then one model can read what the other one writes."""
+        if self.digest == other.digest:
+            return True
+        return bool(self._backend.get_vocab() == other._backend.get_vocab())
+
     def encode(self, text: str, *, add_special: bool = False) -> list[int]:
         """Ids of `text`. Special tokens written in it become their ids, as in transformers; add_special adds BOS."""
         return list(self._backend.encode(text, add_special_tokens=add_special).ids)

@@ -1,9 +1,11 @@
 """What every drafter is to the round: something that gets ready once a round and then proposes token after token.
 
 `prepare` runs on the host before the round. `begin` and the draft's `step` are passes: functions of device buffers that
-stay where they are, so that they can be captured as CUDA graphs; on a CPU they are simply called.
+stay where they are, so that they can be captured as CUDA graphs; on a CPU they are simply called. A `HostDrafter` knows
+its drafts before the round and has no steps.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Protocol
@@ -45,12 +47,23 @@ class Drafter(Protocol):
         ...
 
     def prepare(self, limit: np.ndarray) -> None:
-        """Host work before a round in which sequence b may draft limit[b] tokens, [B]."""
+        """Host work before a round in which sequence b may draft limit[b] tokens, [B]; all 0: it will not draft."""
         ...
 
     def begin(self, steps: int) -> Draft:
         """The draft of this round, of up to `steps` tokens."""
         ...
+
+
+class HostDrafter(ABC):
+    """Something that knows its drafts on the host before a round, once it has seen the last one. It gives no signals.
+
+    Each draft is certain: in sampled decoding its distribution has probability 1 on the draft.
+    """
+
+    @abstractmethod
+    def drafts(self, limit: np.ndarray) -> list[list[int]]:
+        """The drafts of every sequence, at most limit[b] for sequence b; it may have fewer, or none."""
 
 
 def propose(logits: Tensor, backend: Backend) -> Proposal:

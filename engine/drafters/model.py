@@ -1,0 +1,100 @@
+"""A draft model: a second decoder with keys of its own for everything committed, read along as the target goes.
+
+The first step of a round feeds the last two committed tokens, the later ones the last draft. So a round that drafted
+leaves all keys the next one needs, however much was accepted: the last accepted draft may be missing, and is one of
+the two. After rounds without drafts `prepare` feeds what is missing. Leaves out a budget: drafts read every key.
+"""
+
+from collections.abc import Hashable
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from specdial.engine.drafters.base import Draft, Proposal, propose
+from specdial.engine.sequences import Sequences
+from specdial.kernels.full_attention import full_attention
+from specdial.policies.errors import UserError
+
+CATCH_UP_ROWS = 16  # most missing tokens fed at once; no more than a cache holds
+
+
+class ModelDrafter:
+    """Drafts of the sequences by one of their companions."""
+
+    def __init__(self, sequences: Sequences, name: str) -> None:
+        """Raises ValueError without such a companion, UserError on prompts of one token."""
+        if name not in sequences.companions:
+            raise ValueError(f"these sequences have no companion {name!r}")
+        if int(sequences.prompt_tokens.min()) < 2:
+            raise UserError("a draft model starts from two tokens, a prompt has one", "give a longer prompt")
+        self.s, self.own = sequences, sequences.companions[name]
+        self.key: Hashable = ("model", name)
+
+    def prepare(self, limit: np.ndarray) -> None:
+        """See Drafter: feed the tokens of rounds in between that did not draft.
+
+        Where rounds follow each other the host may be a round behind; then nothing is missing, and what it knows of the
+        companion's keys is less than there are.
+        """
+        if not limit.any():
+            return
+        committed = self.s.committed - 2  # [B] the two last ones are fed by the first step
+        if self.own.turn != self.s.turn - 1 and (missing := int((committed - self.own.cache.host_lengths).max())) > 0:
+            self._catch_up(committed, missing)
+        self.own.cache.host_lengths = np.maximum(self.own.cache.host_lengths, committed)
+        self.own.turn = self.s.turn
+
+    def begin(self, steps: int) -> Draft:
+        """See Drafter."""
+        return ModelDraft(self.s, self.own, width=self.own.cache.width(steps + 2))
+
+    def _catch_up(self, ends: np.ndarray, missing: int) -> None:
+        """Feed the `missing` committed tokens ahead of ends [B], of every sequence alike: again where it has them.
+
+        A number of rows is a power of two, each being a kernel of its own. Rows past an end are overwritten unread.
+        """
+        own = self.own
+        while missing > 0:
+            rows = min(1 << (missing - 1).bit_length(), CATCH_UP_ROWS)
+            starts = np.maximum(ends - max(missing, rows), 0)
+            tokens = np.zeros((own.batch, rows), dtype=np.int64)
+            for b, start in enumerate(starts):
+                new = self.s.tokens[b][start : start + rows]
+                tokens[b, : len(new)] = new
+            own.cache.set_lengths(starts)
+            own.forward_block(known(torch.from_numpy(tokens).to(own.decoder.device), own), padded=False, rows=False)
+            missing -= rows
+        own.cache.set_lengths(ends)
+
+
+class ModelDraft:
+    """Lanes are the sequences of a batch."""
+
+    def __init__(self, sequences: Sequences, own: Sequences, *, width: int) -> None:
+        """width: keys to read of the companion's."""
+        self.s, self.own, self.width = sequences, own, width
+
+    def step(self, depth: int, tokens: Tensor) -> Proposal:
+        """See Draft."""
+        s, own = self.s, self.own
+        fed = torch.stack([s.before, tokens], dim=1) if depth == 0 else tokens[:, None]  # [B, 2] or [B, 1]
+        lengths = s.cache.lengths + (depth if depth else -1)  # [B], of the first one
+
+        def attend(layer: int, q: Tensor) -> Tensor:
+            return full_attention(q, *own.cache.view(layer, self.width), lengths, backend=own.backend)[0]
+
+        logits = own.forward_rows(known(fed, own), lengths, attend)[:, -1]  # [B, V of the companion]
+        return propose(of_width(logits, s.decoder.config.vocab), s.backend)
+
+
+def known(tokens: Tensor, own: Sequences) -> Tensor:
+    """Tokens as the companion knows them: one past its vocabulary, which only padding can be, becomes its last."""
+    return tokens.clamp(max=own.decoder.config.vocab - 1)
+
+
+def of_width(logits: Tensor, vocab: int) -> Tensor:
+    """Logits [B, V] over the target's vocabulary: padding past it is dropped, what is not known is never drafted."""
+    common = logits[:, :vocab]
+    return common if common.shape[1] == vocab else F.pad(common, (0, vocab - common.shape[1]), value=-torch.inf)
