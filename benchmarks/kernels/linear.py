@@ -5,8 +5,8 @@
 Every product runs over so many copies of its weights that none is found in the L2 cache, all in one CUDA graph. The
 peer of a product is F.linear in bf16 with the separate kernels that the fused one replaces; a residual's addition is
 not counted there, it is part of the next norm. "chain" is a model's qkv, out, gate_up and down over all its layers,
-where the peer does everything. Floors are bytes over FLOOR_BYTES_PER_US. --sweep times a list of launch shapes per
-product instead, and prints the best of each. Without it the last line is one JSON document.
+where the peer does everything. Floors are bytes over FLOOR_BYTES_PER_US. --sweep times launch shapes of each product
+instead and prints the best, after ways to overlap a chain. Without it the last line is one JSON document.
 """
 
 import argparse
@@ -171,56 +171,96 @@ def time_products(short: str, rows_list: list[int], kinds: list[str], workspace:
     return records
 
 
+class Chain:
+    """A model's layers without attention, and their calls: one residual stream x, in place."""
+
+    def __init__(self, short: str, workspace: LinearWorkspace) -> None:
+        self.model, self.workspace = MODELS[short], workspace
+        self.parts = {name: p for name, p in products(self.model).items() if name != "head"}
+        self.plain = [
+            {n: torch.randn(p.N, p.K, device="cuda", dtype=BF16).mul_(0.5 * p.K**-0.5) for n, p in self.parts.items()}
+            for _ in range(self.model.layers)
+        ]
+        self.layers: list[dict[str, torch.Tensor | Quantised]] = []
+
+    def start(self, rows: int, kind: str) -> None:
+        """New inputs for `rows` rows, weights in `kind`."""
+        self.layers = [{n: in_kind([w], kind)[0] for n, w in layer.items()} for layer in self.plain]
+        self.x = torch.randn(rows, self.model.hidden, device="cuda", dtype=BF16)
+        self.mixed = torch.randn(rows, self.model.mixed, device="cuda", dtype=BF16)
+        self.norms = [(1 + 0.1 * torch.randn(self.model.hidden, device="cuda")).to(BF16) for _ in range(2)]
+        self.bias = torch.randn(self.model.qkv, device="cuda", dtype=BF16)
+
+    def ours(self, call: Callable[..., torch.Tensor]) -> None:
+        """Every layer's products; `call` is `linear` with its backend chosen, told the product's name as well."""
+        x = self.x
+        for w in self.layers:
+            call("qkv", x, w["qkv"], bias=self.bias, norm=self.norms[0], eps=EPS)
+            call("out", self.mixed, w["out"], residual=x)
+            inner = call("gate_up", x, w["gate_up"], norm=self.norms[1], eps=EPS, gated=True)
+            call("down", inner, w["down"], residual=x)
+
+    def peer(self) -> None:
+        branch = torch.zeros_like(self.x)
+        for w in self.plain:
+            F.linear(add_rms_norm(branch, self.x, self.norms[0], EPS, backend="triton")[0], w["qkv"], self.bias)
+            branch = F.linear(self.mixed, w["out"])
+            normed, _ = add_rms_norm(branch, self.x, self.norms[1], EPS, backend="triton")
+            branch = F.linear(swiglu(F.linear(normed, w["gate_up"]), backend="triton"), w["down"])
+
+    def fused(self, name: str, x: torch.Tensor, weight: torch.Tensor | Quantised, **options: object) -> torch.Tensor:
+        return linear(x, weight, **options, backend="triton", workspace=self.workspace)
+
+    def error(self) -> float:
+        """Relative error of the stream after all layers, against the reference."""
+        before = self.x.clone()
+        self.ours(lambda name, x, w, **options: linear(x, w, **options, backend="reference"))
+        want = self.x.clone()
+        self.x.copy_(before)
+        self.ours(self.fused)
+        return relative_error(self.x, want)
+
+
 def time_chain(short: str, rows_list: list[int], kinds: list[str], workspace: LinearWorkspace) -> list[dict]:
     """All layers' products in one graph, ours and torch's."""
-    model, records = MODELS[short], []
-    parts = {name: p for name, p in products(model).items() if name != "head"}
-    plain = [
-        {name: torch.randn(p.N, p.K, device="cuda", dtype=BF16).mul_(0.5 * p.K**-0.5) for name, p in parts.items()}
-        for _ in range(model.layers)
-    ]
-    for kind in kinds:
-        layers = [{n: in_kind([w], kind)[0] for n, w in layer.items()} for layer in plain]
-        for rows in rows_list:
-            cases = {name: Case(p, rows, workspace) for name, p in parts.items()}
-            x = torch.randn(rows, model.hidden, device="cuda", dtype=BF16)
-            mixed, bias = cases["out"].x, cases["qkv"].bias
-            norms = cases["qkv"].norm, cases["gate_up"].norm
-
-            def ours(backend="triton", layers=layers, x=x, mixed=mixed, bias=bias, norms=norms):
-                shared = {"backend": backend, "workspace": workspace}
-                for w in layers:
-                    linear(x, w["qkv"], bias=bias, norm=norms[0], eps=EPS, **shared)
-                    linear(mixed, w["out"], residual=x, **shared)
-                    inner = linear(x, w["gate_up"], norm=norms[1], eps=EPS, gated=True, **shared)
-                    linear(inner, w["down"], residual=x, **shared)
-
-            def peer(x=x, mixed=mixed, bias=bias, norms=norms):
-                branch = torch.zeros_like(x)
-                for w in plain:
-                    F.linear(add_rms_norm(branch, x, norms[0], EPS, backend="triton")[0], w["qkv"], bias)
-                    branch = F.linear(mixed, w["out"])
-                    normed = add_rms_norm(branch, x, norms[1], EPS, backend="triton")[0]
-                    branch = F.linear(swiglu(F.linear(normed, w["gate_up"]), backend="triton"), w["down"])
-
-            start, id = x.clone(), f"L1-{short}-chain-r{rows}-{kind}"
-            ours("reference")
-            want = x.clone()
-            x.copy_(start)
-            ours()
-            gate(id, relative_error(x, want), LIMIT["chain"])
-            ours_us = timed_from(start, x, ours)
-            peers = {"torch bf16": round(timed_from(start, x, peer), 1)}
-            moved = model.layers * sum(p.bytes_moved(rows, KINDS[kind]) for p in parts.values())
-            title = f"{model.layers} layers' products, {rows} rows, {kind}, {model.name}"
-            records.append(result(id, title, ours_us, moved, peers))
+    chain, records = Chain(short, workspace), []
+    for kind, rows in itertools.product(kinds, rows_list):
+        chain.start(rows, kind)
+        id = f"L1-{short}-chain-r{rows}-{kind}"
+        gate(id, chain.error(), LIMIT["chain"])
+        ours_us = time_graph([lambda: chain.ours(chain.fused)]).median_us
+        peers = {"torch bf16": round(time_graph([chain.peer]).median_us, 1)}
+        moved = chain.model.layers * sum(p.bytes_moved(rows, KINDS[kind]) for p in chain.parts.values())
+        title = f"{chain.model.layers} layers' products, {rows} rows, {kind}, {chain.model.name}"
+        records.append(result(id, title, ours_us, moved, peers))
     return records
 
 
-def timed_from(start: torch.Tensor, x: torch.Tensor, call: Callable[[], object]) -> float:
-    """Median us of one call in a graph; x starts at `start`, the calls add to it."""
-    x.copy_(start)
-    return time_graph([call]).median_us
+VARIANTS: dict[str, Callable[[LinearConfig], LinearConfig]] = {
+    "plan": lambda c: c,
+    "no prefetch": lambda c: replace(c, prefetch_bytes=0),
+    "prefetch / 4": lambda c: replace(c, prefetch_bytes=c.prefetch_bytes // 4),
+    "not kept": lambda c: replace(c, keep=False),
+    "late": lambda c: replace(c, late=True),
+    "late, no prefetch": lambda c: replace(c, late=True, prefetch_bytes=0),
+}
+
+
+def sweep_chain(short: str, rows_list: list[int], kinds: list[str], workspace: LinearWorkspace) -> None:
+    """Print what prefetching and early launch are worth where one product follows another."""
+    chain = Chain(short, workspace)
+    for kind, rows in itertools.product(kinds, rows_list):
+        chain.start(rows, kind)
+        moved = chain.model.layers * sum(p.bytes_moved(rows, KINDS[kind]) for p in chain.parts.values())
+        times = []
+        for name, vary in VARIANTS.items():
+
+            def call(product, x, weight, vary=vary, rows=rows, kind=kind, **options):
+                config = vary(chain.parts[product].plan(rows, KINDS[kind]))
+                return linear_triton(x, weight, **options, workspace=workspace, config=config)
+
+            times.append(f"{name} {time_graph([lambda c=call: chain.ours(c)]).median_us:.0f}")
+        print(f"{short} chain r{rows} {kind}: floor {moved / FLOOR_BYTES_PER_US:.0f}: {' | '.join(times)}", flush=True)
 
 
 def candidates(p: Product, rows: int, item_bytes: int) -> list[LinearConfig]:
@@ -278,17 +318,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default="1.5b", help=f"of {', '.join(MODELS)}")
     parser.add_argument("--rows", help="1,4,16,64 by default, 1,16 for a sweep")
-    parser.add_argument("--kinds", default="bf16,fp8")
+    parser.add_argument("--kinds", help="bf16,fp8 by default, bf16 for a sweep")
     parser.add_argument("--sweep", action="store_true")
     parser.add_argument("--out", type=Path, help="result file, records of the same id are replaced")
     options = parser.parse_args()
     torch.manual_seed(0)
     workspace = LinearWorkspace.allocate("cuda", partials=16 << 20, arrivals=1 << 12)  # for odd splits of a sweep
     rows = [int(r) for r in (options.rows or ("1,16" if options.sweep else "1,4,16,64")).split(",")]
-    kinds = options.kinds.split(",")
+    kinds = (options.kinds or ("bf16" if options.sweep else "bf16,fp8")).split(",")
     records = []
     for short in options.models.split(","):
         if options.sweep:
+            sweep_chain(short, rows[:1], kinds, workspace)
             sweep(short, rows, kinds, workspace)
         else:
             records += time_chain(short, rows, kinds, workspace) + time_products(short, rows, kinds, workspace)

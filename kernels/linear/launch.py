@@ -56,10 +56,10 @@ def linear_triton(
     linear_kernel[(tiles * config.splits,)](
         x, values, weight.scale if isinstance(weight, Quantised) else values, values if bias is None else bias,
         values if norm is None else norm, x if residual is None else residual, out, partials, arrivals, rows,
-        float(eps), N=N, K=K, BLOCK_N=config.block_n, BLOCK_M=config.block_m, BLOCK_K=config.block_k,
-        FOLD=config.fold, SPLITS=config.splits, STAGES=config.stages, GATED=gated, NORM=norm is not None,
-        BIAS=bias is not None, SCALED=quantised, RESIDUAL=residual is not None, HALF=half,
-        SHRINK=SHRINK if in_half else 1.0, PREFETCH=config.prefetch_bytes if options["PDL"] and aligned else 0,
+        config.prefetch_bytes, float(eps), N=N, K=K, BLOCK_N=config.block_n, BLOCK_M=config.block_m,
+        BLOCK_K=config.block_k, FOLD=config.fold, SPLITS=config.splits, STAGES=config.stages, GATED=gated,
+        NORM=norm is not None, BIAS=bias is not None, SCALED=quantised, RESIDUAL=residual is not None, HALF=half,
+        SHRINK=SHRINK if in_half else 1.0, PREFETCH=options["PDL"] and aligned, KEEP=config.keep, LATE=config.late,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32", THREADS=32 * config.warps,
         num_warps=config.warps, **options,
     )  # fmt: skip

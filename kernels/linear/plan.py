@@ -20,7 +20,8 @@ class LinearConfig:
 
     block_n: output columns of a program; block_m: padded rows; block_k: elements of a weight row in a step; fold: parts
     that a step of a weight row is cut into; splits: programs that share a tile's K; prefetch_bytes: weights that a
-    program asks the L2 cache for ahead of its turn.
+    program asks the L2 cache for ahead of its turn; keep: they outlive streamed lines there; late: the next kernel
+    starts after the loop, not before it.
     """
 
     block_n: int
@@ -31,6 +32,8 @@ class LinearConfig:
     warps: int
     stages: int
     prefetch_bytes: int
+    keep: bool = True
+    late: bool = False
 
     def shared_bytes(self, item_bytes: int, *, gated: bool, normed: bool, x_bytes: int = 2) -> int:
         """Shared memory of the pipeline's buffers, at most. With a fold the norm's weights take as much as x."""

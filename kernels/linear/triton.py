@@ -15,10 +15,11 @@ from specdial.kernels.full_attention.plan import await_previous
 
 @triton.jit
 def _prefetch(weight, tile, start, bytes_each, N, K: tl.constexpr, BLOCK_N: tl.constexpr, MATRICES: tl.constexpr,
-              THREADS: tl.constexpr):  # fmt: skip
+              KEEP: tl.constexpr, THREADS: tl.constexpr):  # fmt: skip
     """Ask the L2 cache for `bytes_each` bytes (a multiple of 16) from byte `start` of each of this tile's weight rows.
 
-    It waits for nothing. Threads share a row: one instruction each, so that none is repeated.
+    It waits for nothing. Threads share a row: one instruction each, so that none is repeated. KEEP: they outlive what
+    the kernel before streams through the cache, until they are read, which makes them ordinary lines again.
     """
     ROWS: tl.constexpr = BLOCK_N * MATRICES
     LANES: tl.constexpr = THREADS if THREADS > ROWS else ROWS
@@ -31,10 +32,17 @@ def _prefetch(weight, tile, start, bytes_each, N, K: tl.constexpr, BLOCK_N: tl.c
     size = tl.where(n < N, tl.minimum(piece, bytes_each - begin), 0)
     SIZE: tl.constexpr = weight.dtype.element_ty.primitive_bitwidth // 8
     address = weight.to(tl.int64) + (n + row // BLOCK_N * N).to(tl.int64) * (K * SIZE) + (start + begin)
-    tl.inline_asm_elementwise(
-        "{ .reg .pred p; setp.gt.s32 p, $2, 0; @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }",
-        "=r,l,r", [address, size], dtype=tl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
+    if KEEP:
+        tl.inline_asm_elementwise(
+            "{ .reg .pred p; .reg .b64 last; setp.gt.s32 p, $2, 0; createpolicy.fractional.L2::evict_last.b64 last;"
+            " @p cp.async.bulk.prefetch.L2.global.L2::cache_hint [$1], $2, last; mov.u32 $0, 0; }",
+            "=r,l,r", [address, size], dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+    else:
+        tl.inline_asm_elementwise(
+            "{ .reg .pred p; setp.gt.s32 p, $2, 0; @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }",
+            "=r,l,r", [address, size], dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -46,19 +54,20 @@ def _unfold(acc, same, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, FOLD: tl.co
     return tl.sum(tl.reshape(tl.sum(kept, axis=1), [BLOCK_N, FOLD, BLOCK_M]), axis=1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "prefetch_bytes"])
 def linear_kernel(
-    x, weight, scale, bias, norm, residual, out, partials, arrivals, rows, eps,
+    x, weight, scale, bias, norm, residual, out, partials, arrivals, rows, prefetch_bytes, eps,
     N: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
     FOLD: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr, GATED: tl.constexpr, NORM: tl.constexpr,
     BIAS: tl.constexpr, SCALED: tl.constexpr, RESIDUAL: tl.constexpr, HALF: tl.constexpr, SHRINK: tl.constexpr,
-    PREFETCH: tl.constexpr, PRECISION: tl.constexpr, THREADS: tl.constexpr, PDL: tl.constexpr,
+    PREFETCH: tl.constexpr, KEEP: tl.constexpr, LATE: tl.constexpr, PRECISION: tl.constexpr, THREADS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Axis 0: (tile of BLOCK_N output columns, split of K). N counts output columns, GATED has 2 * N weight rows.
 
     BLOCK_K: elements of a weight row in one step, all FOLD parts together. HALF: multiply in float16 whatever x is.
-    SHRINK: a power of two that keeps x * norm inside float16. PREFETCH: bytes of weights to ask for ahead of the wait,
-    0 for none.
+    SHRINK: a power of two that keeps x * norm inside float16. PREFETCH: ask for prefetch_bytes of weights ahead of the
+    wait. LATE: let the next kernel start after the loop, not before it.
     """
     KIND: tl.constexpr = tl.float16 if HALF else x.dtype.element_ty
     PART: tl.constexpr = BLOCK_K // FOLD
@@ -69,12 +78,12 @@ def linear_kernel(
     split = tl.program_id(0) % SPLITS
     first = split * EACH
     last = tl.minimum(first + EACH, STEPS)
-    if PREFETCH > 0:
+    if PREFETCH:
         size: tl.constexpr = weight.dtype.element_ty.primitive_bitwidth // 8
         matrices: tl.constexpr = 2 if GATED else 1
         there = (tl.minimum(last * BLOCK_K, K) - first * BLOCK_K) * size
-        least = tl.minimum(there, PREFETCH // (BLOCK_N * matrices) // 16 * 16)
-        _prefetch(weight, tile, first * BLOCK_K * size, least, N, K, BLOCK_N, matrices, THREADS)
+        least = tl.minimum(there, prefetch_bytes // (BLOCK_N * matrices * 16) * 16)
+        _prefetch(weight, tile, first * BLOCK_K * size, least, N, K, BLOCK_N, matrices, KEEP, THREADS)
 
     n = tile * BLOCK_N + tl.arange(0, BLOCK_N)  # [BN]
     n_used = n < N
@@ -95,7 +104,9 @@ def linear_kernel(
         row_scale = tl.load(scale + n, mask=n_used, other=0.0)[:, None]
         if GATED:
             up_scale = tl.load(scale + N + n, mask=n_used, other=0.0)[:, None]
-    if PDL:
+    if PDL and LATE:
+        tl.extra.cuda.gdc_wait()
+    elif PDL:
         await_previous()
 
     acc = tl.zeros([BLOCK_N * FOLD, BLOCK_M * FOLD], tl.float32)
@@ -131,6 +142,8 @@ def linear_kernel(
                 w_up = tl.load(weights + at + N * K, mask=w_inside, other=0.0)
             up = tl.dot(w_up.to(KIND), v, up, input_precision=PRECISION)
 
+    if PDL and LATE:
+        tl.extra.cuda.gdc_launch_dependents()
     same = (r % FOLD)[:, None] == (c // BLOCK_M)[None, :]
     acc = _unfold(acc, same, BLOCK_N, BLOCK_M, FOLD)  # [BN, BM]
     if GATED:

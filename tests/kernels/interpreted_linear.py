@@ -78,7 +78,7 @@ def config(*, fold: int = 1, splits: int = 1, block_m: int = 16) -> LinearConfig
 
 
 @pytest.mark.parametrize("fold", [1, 2, 4, 8])
-@pytest.mark.parametrize("splits", [1, 2, 3, 5])
+@pytest.mark.parametrize("splits", [1, 3, 5])
 @pytest.mark.parametrize("options", [{"norm": True, "gated": True}, {"norm": True, "bias": True}], ids=str)
 def test_any_fold_and_split_is_the_same_product_and_leaves_the_counters_at_zero(
     options: dict[str, object], fold: int, splits: int

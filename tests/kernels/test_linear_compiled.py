@@ -51,12 +51,20 @@ def compile_product(N: int, K: int, fused: dict[str, bool], rows: int, kind: str
     config = plan(N, K, rows, item_bytes=1 if eight else 2, gated="GATED" in fused, normed="NORM" in fused)
     data = "*fp16" if kind == "fp16" else "*bf16"
     types = dict.fromkeys(("x", "weight", "bias", "norm", "residual", "out"), data)
-    types |= {"scale": "*fp32", "partials": "*fp32", "arrivals": "*i32", "rows": "i32", "eps": "fp32"}
+    types |= {
+        "scale": "*fp32",
+        "partials": "*fp32",
+        "arrivals": "*i32",
+        "rows": "i32",
+        "prefetch_bytes": "i32",
+        "eps": "fp32",
+    }
     types |= {"weight": "*fp8e4nv"} if eight else {}
     constants = dict.fromkeys(("GATED", "NORM", "BIAS", "RESIDUAL"), False) | fused | {
         "N": N, "K": K, "BLOCK_N": config.block_n, "BLOCK_M": config.block_m, "BLOCK_K": config.block_k,
         "FOLD": config.fold, "SPLITS": config.splits, "STAGES": config.stages, "SCALED": eight, "HALF": eight,
-        "SHRINK": SHRINK if eight else 1.0, "PREFETCH": config.prefetch_bytes, "PRECISION": "tf32",
+        "SHRINK": SHRINK if eight else 1.0, "PREFETCH": True, "KEEP": config.keep,
+        "LATE": config.late, "PRECISION": "tf32",
         "THREADS": 32 * config.warps, "PDL": True,
     }  # fmt: skip
     names = linear_kernel.arg_names
