@@ -1,8 +1,12 @@
-"""How a round's tokens are chosen: drafts from proposals, the target's tokens from logits, acceptance where it is drawn.
+"""How a round's tokens are chosen: drafts from proposals, the target's from logits, acceptance where it is drawn.
 
 Greedy acceptance (drafts equal to the target's choice) is left to `kernels.settle`. Synthetic acceptance accepts each
-depth with a given probability whatever the draft says: it measures the cost of a given acceptance, its text is void.
+depth with a given probability whatever the draft says: it measures the cost of a given acceptance, its text is void,
+and everything that such a run writes or prints says so.
 """
+
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,6 +24,79 @@ from specdial.engine.sampling import (
     verify_sampled,
 )
 from specdial.kernels.token_statistics import logit_statistics
+from specdial.policies.errors import UserError
+from specdial.policies.fields import setting
+from specdial.policies.schema import Policy
+
+SAID = " (synthetic acceptance)"  # behind the name of a model, wherever results are shown
+
+
+@dataclass(frozen=True, slots=True)
+class Acceptance:
+    """Whether drafts are accepted by chance. synthetic: with which probability at each depth, given the depths before.
+
+    The last of them goes on for deeper drafts. mean: instead, the accepted drafts of a round of the policy's longest
+    drafts, on average, from one probability at all depths. Neither: drafts are judged by the target.
+    """
+
+    synthetic: tuple[float, ...] = setting((), low=0.0, high=1.0)
+    mean: float | None = None
+
+    def __post_init__(self) -> None:
+        """Raises UserError where both are given."""
+        if self.synthetic and self.mean is not None:
+            raise UserError("acceptance.synthetic and acceptance.mean are both given", "give one of them")
+
+    def __bool__(self) -> bool:
+        return bool(self.synthetic) or self.mean is not None
+
+    def of(self, policy: Policy) -> tuple[float, ...]:
+        """The probability at each depth under a policy; () where drafts are judged, or there are none.
+
+        Raises UserError on a mean that its longest drafts cannot have.
+        """
+        if not self or policy.k_max == 0:
+            return ()
+        if self.mean is None:
+            return self.synthetic
+        if not 0.0 < self.mean < policy.k_max:
+            raise UserError(
+                f"acceptance.mean is {self.mean:g}, policy {policy.name} drafts up to {policy.k_max} tokens",
+                f"give more than 0 and less than {policy.k_max}",
+                field="acceptance.mean",
+            )
+        return (probability_of_mean(self.mean, policy.k_max),)
+
+    def of_one(self, policy: Policy) -> tuple[float, ...]:
+        """`of`, where there is no other policy. Raises UserError too if it drafts nothing."""
+        if self and policy.k_max == 0:
+            raise UserError(
+                f"acceptance is given, and policy {policy.name} drafts nothing", "give a policy that drafts"
+            )
+        return self.of(policy)
+
+
+JUDGED = Acceptance()
+
+
+def said_of(synthetic: tuple[float, ...]) -> dict[str, Any]:
+    """What files say of a run with these probabilities; nothing where drafts are judged."""
+    return {"synthetic_acceptance": list(synthetic)} if synthetic else {}
+
+
+def probability_of_mean(mean: float, k: int) -> float:
+    """The p of which p (1 - p^k) / (1 - p) = mean: of k drafts so many are accepted, each with probability p.
+
+    0 < mean < k. By bisection of the sum p + p^2 + ... + p^k, which grows with p.
+    """
+    low, high = 0.0, 1.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        if sum(middle**depth for depth in range(1, k + 1)) < mean:
+            low = middle
+        else:
+            high = middle
+    return (low + high) / 2
 
 
 class Judge:
@@ -78,6 +155,10 @@ class Judge:
         q = target[:, :0] if state.draft_probs is None else state.draft_probs[:, :k]
         u = torch.cat([accept, state.uniforms[:, 2 * K :]], dim=1)  # [B, k+1]
         verdict = verify_sampled(state.drafts[:, :k], state.k, q, target, u)
-        state.accepted.copy_(verdict.accepted)
-        state.accept_prob[:, :k] = verdict.accept_prob
+        if self._synthetic:
+            state.accepted.copy_(accept_leading(accept < state.acceptance[:k], state.k))
+            state.accept_prob[:, :k] = state.acceptance[:k]
+        else:
+            state.accepted.copy_(verdict.accepted)
+            state.accept_prob[:, :k] = verdict.accept_prob
         return verdict.next_token[:, None].expand(B, k + 1).contiguous(), True

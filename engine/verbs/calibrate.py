@@ -1,22 +1,27 @@
 """specdial calibrate: what draft, verification, selection and plain decode cost here, by context, batch, k and budget.
 
-Costs are taken from real rounds on real keys, not from isolated calls: every configuration is decoded for one round
+Costs are taken from real rounds on real keys, not from isolated calls: every configuration is decoded for a few rounds
 from the same committed state, configurations interleaved so that drift of the machine falls on all alike. Drafters are
 timed one after another, each on sequences that hold what it needs and nothing else: attention rows cost a verification
 time that a drafter without history does not spend.
 """
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+import gc
+import time
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import closing
+from dataclasses import dataclass, field, replace
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from rich.table import Table
 
+from specdial.engine.acceptance import JUDGED, SAID, Acceptance
 from specdial.engine.job import Job, ModelSettings, describe, hardware, load_job
 from specdial.engine.loop import Decoding, Round
-from specdial.engine.progress import progress
+from specdial.engine.progress import Bar, progress
 from specdial.engine.sampling import Sampling
 from specdial.engine.sequences import Sequences
 from specdial.engine.trace.reader import read_costs
@@ -27,7 +32,8 @@ from specdial.policies.errors import UserError
 from specdial.policies.fields import parse, setting, to_plain
 from specdial.policies.schema import Drafter, DraftKV, Policy, plain_policy, policy_from_mapping
 
-WARMUP_ROUNDS = 1
+WARMUP_REPEATS = 1
+GPU_ROUNDS = 4  # in a row, of which the first is left out
 ORDER = ("batch", "context_tokens", "drafter", "op", "k", "budget")  # of the rows of the printed table
 PLAIN = plain_policy()
 
@@ -49,6 +55,12 @@ class Settings:
     draft_kv: DraftKV = field(default_factory=DraftKV)
     drafters: tuple[Drafter, ...] = setting((Drafter(),), later=True)
     repeats: int = setting(5, low=3, high=1000)
+    acceptance: Acceptance = field(default=JUDGED, metadata={"later": True})
+
+    @property
+    def new_tokens(self) -> int:
+        """Room that no measured round comes to the end of."""
+        return (GPU_ROUNDS + 2) * (max(self.ks) + 1)
 
 
 def run(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -57,10 +69,10 @@ def run(settings: Mapping[str, Any]) -> dict[str, Any]:
     if not (s.contexts and s.batches and s.ks and s.budgets):
         raise UserError("contexts, batches, ks and budgets must not be empty", "name at least one value of each")
     plans = _plans(s)
-    workload = {**s.workload, "context_tokens": max(s.contexts), "documents": 3, "new_tokens": max(s.ks) + 2}
+    workload = {**s.workload, "context_tokens": max(s.contexts), "documents": 3, "new_tokens": s.new_tokens}
     workload["keep_short"] = False  # a shorter prompt would be timed as a longer one
     job = load_job(s.model, workload, "train")
-    job.model.config.check_context(max(s.contexts) + max(s.ks) + 2)
+    job.model.config.check_context(max(s.contexts) + s.new_tokens)
     out = Path(s.out)
     here = hardware(job.model.decoder.device)
     if claim_directory(out, "calibrate", to_plain(s)) and (out / "meta.json").exists():
@@ -69,17 +81,12 @@ def run(settings: Mapping[str, Any]) -> dict[str, Any]:
             raise UserError(f"{out} holds costs of another model", "choose another out= or delete that directory")
         if held.meta.get("hardware") == here:
             print(f"{out} was measured before; delete it to measure again")
-            _print(out, job, held.rows.to_pylist())
+            _print(out, job, held.rows.to_pylist(), s)
             return {"out": str(out), "rows": held.rows.num_rows}
     rows: list[dict[str, Any]] = []
     with progress("calibrate", len(plans) * len(s.contexts) * len(s.batches)) as bar:
         for number, plan in enumerate(plans):
-            prefilled = job.sequences(job.documents[:1], list(plan.policies.values()))
-            for batch in s.batches:
-                bench = _Bench(job, s, plan, prefilled.repeated(batch))
-                for context in s.contexts:
-                    rows += bench.measure(context, plain=number == 0)
-                    bar.advance(1, f"{plan.drafter.label}, context {context}, batch {batch}")
+            rows += _measure(job, s, plan, plain=number == 0, bar=bar)
     meta = describe(job, Sampling())
     write_costs(
         out,
@@ -87,12 +94,13 @@ def run(settings: Mapping[str, Any]) -> dict[str, Any]:
             "model": meta["model"],
             "graph_mode": meta["graph_mode"],
             "hardware": here,
+            **({"acceptance": to_plain(s.acceptance)} if s.acceptance else {}),
             "config": to_plain(s),
             "provenance": provenance(),
         },
         rows,
     )
-    _print(out, job, rows)
+    _print(out, job, rows, s)
     return {"out": str(out), "rows": len(rows)}
 
 
@@ -103,6 +111,20 @@ class _Plan:
     drafter: Drafter
     budgets: tuple[int, ...]
     policies: dict[tuple[int, int], Policy]
+
+
+def _measure(job: Job, s: Settings, plan: _Plan, *, plain: bool, bar: Bar) -> list[dict[str, Any]]:
+    """Cost rows of one drafter. plain: of plain decoding too."""
+    rows: list[dict[str, Any]] = []
+    prefilled = job.sequences(job.documents[:1], list(plan.policies.values()), copies=max(s.batches))
+    for batch in s.batches:
+        bench = _Bench(job, s, plan, prefilled.repeated(batch))
+        for context in s.contexts:
+            rows += bench.measure(context, plain=plain)
+            bar.advance(1, f"{plan.drafter.label}, context {context}, batch {batch}")
+        del bench
+        gc.collect()  # sequences and their graphs refer to each other
+    return rows
 
 
 class _Bench:
@@ -119,22 +141,22 @@ class _Bench:
     def measure(self, context: int, *, plain: bool) -> list[dict[str, Any]]:
         """Cost rows at one committed length. plain: of plain decoding too."""
         samples: dict[tuple[str, int, int], list[float]] = {}
-        for _ in range(WARMUP_ROUNDS):
+        for _ in range(WARMUP_REPEATS):
             for k, budget in self._configurations(0):
-                self._round(context, k, budget)
+                self._rounds(context, k, budget)
             if plain:
-                self._round(context, None, 0)
+                self._rounds(context, None, 0)
         for repeat in range(self.settings.repeats):
             for k, budget in self._configurations(repeat):
-                r = self._round(context, k, budget)
-                samples.setdefault(("verify", k, 0), []).append(r.verify_us)
-                samples.setdefault(("host", k, 0), []).append(r.host_us)
-                if k:
-                    samples.setdefault(("draft", 0, budget), []).append(r.draft_us / k)
-                    samples.setdefault(("select", 0, budget), []).append(r.select_us)
+                for r in self._rounds(context, k, budget):
+                    samples.setdefault(("verify", k, 0), []).append(r.verify_us)
+                    samples.setdefault(("host", k, 0), []).append(r.host_us)
+                    if k:
+                        samples.setdefault(("draft", 0, budget), []).append(r.draft_us / k)
+                        samples.setdefault(("select", 0, budget), []).append(r.select_us)
             if plain:
-                r = self._round(context, None, 0)
-                samples.setdefault(("plain", 0, 0), []).append(r.verify_us + r.host_us)
+                for r in self._rounds(context, None, 0):
+                    samples.setdefault(("plain", 0, 0), []).append(r.verify_us + r.host_us)
         return [self._row(key, context, np.array(values)) for key, values in samples.items()]
 
     def _configurations(self, repeat: int) -> Iterator[tuple[int, int]]:
@@ -144,11 +166,24 @@ class _Bench:
             at = (i + repeat) % len(ks)
             yield ks[at], budgets[(at + repeat) % len(budgets)]
 
-    def _round(self, context: int, k: int | None, budget: int) -> Round:
-        """One round from a committed length of `context`; k None is plain decoding."""
-        self.sequences.hold(self.prompt[:context], limit=1 if k == 0 else 2 + max(self.settings.ks))
+    def _rounds(self, context: int, k: int | None, budget: int) -> list[Round]:
+        """Rounds in a row from a committed length of `context`; k None is plain decoding.
+
+        On a GPU, where one round is launched while the last one runs, host_us is what lies between two of them: the
+        first has no last one. On a CPU nothing overlaps, and it is what one round takes beyond its parts.
+        """
+        self.sequences.hold(self.prompt[:context], limit=self.settings.new_tokens)
         policy = self.plan.policies[k, budget] if k is not None else PLAIN
-        return Decoding(self.sequences, policy, Sampling(), list(range(self.sequences.batch))).decode_round()
+        synthetic = self.settings.acceptance.of(policy) if k else ()
+        numbers = list(range(self.sequences.batch))
+        decoding = Decoding(self.sequences, policy, Sampling(), numbers, synthetic=synthetic)
+        if self.sequences.graphs.enabled:
+            with closing(cast(Generator[Round, None, None], decoding.rounds())) as rounds:
+                return list(islice(rounds, GPU_ROUNDS))[1:]
+        started_s = time.perf_counter()
+        r = decoding.decode_round()
+        wall_us = (time.perf_counter() - started_s) * 1e6
+        return [replace(r, host_us=max(wall_us - r.draft_us - r.verify_us - r.select_us, 0.0))]
 
     def _row(self, key: tuple[str, int, int], context: int, values: np.ndarray) -> dict[str, Any]:
         op, k, budget = key
@@ -192,17 +227,24 @@ def _plans(s: Settings) -> list[_Plan]:
             raise UserError(f"drafters[{i}].kind is none", "leave it out: plain steps are always timed")
         budgets = s.budgets if drafter.reads_selection else (0,)
         plans.append(_Plan(drafter, budgets, {(k, b): _policy(s, drafter, k, b) for k in s.ks for b in budgets}))
+        for (k, _), policy in plans[-1].policies.items():
+            if k:
+                s.acceptance.of(policy)
     return plans
 
 
 def _policy(s: Settings, drafter: Drafter, k: int, budget: int) -> Policy:
+    """k 0: a policy that could draft and never does, so that its rounds keep attention rows as others do."""
     parts = {"drafter": to_plain(drafter), "controller": {"kind": "fixed", "k": max(k, 1)}}
+    if k == 0:
+        parts["cells"] = [{"overrides": {"controller": {"kind": "none"}}}]
     selection = {"draft_kv": {**to_plain(s.draft_kv), "budget": budget}} if drafter.reads_selection else {}
     return policy_from_mapping({**parts, **selection})
 
 
-def _print(out: Path, job: Job, rows: list[dict[str, Any]]) -> None:
-    title = f"costs {out}: {job.name}{' (random weights)' if job.model.random else ''}, median [p10, p90] in ms"
+def _print(out: Path, job: Job, rows: list[dict[str, Any]], s: Settings) -> None:
+    said = (" (random weights)" if job.model.random else "") + (SAID if s.acceptance else "")
+    title = f"costs {out}: {job.name}{said}, median [p10, p90] in ms"
     table = Table(title=title, title_justify="left")
     for column in ("op", "drafter", "context", "batch", "k", "budget", "ms", "p10", "p90", "GB/s"):
         table.add_column(column, justify="left" if column in ("op", "drafter") else "right")

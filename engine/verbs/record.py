@@ -10,6 +10,8 @@ from typing import Any
 
 from rich.table import Table
 
+from specdial.engine.acceptance import JUDGED, SAID, Acceptance, said_of
+from specdial.engine.batches import Batches
 from specdial.engine.dense import dense_table, record_dense
 from specdial.engine.job import Job, ModelSettings, describe, hardware, history_spec, load_job
 from specdial.engine.loop import Decoding
@@ -17,6 +19,7 @@ from specdial.engine.progress import progress
 from specdial.engine.recorder import Recorder
 from specdial.engine.sampling import Sampling
 from specdial.engine.trace.writer import TraceWriter
+from specdial.engine.workloads import Document
 from specdial.policies.artifact import claim_directory, provenance
 from specdial.policies.console import table_console
 from specdial.policies.errors import UserError
@@ -39,13 +42,14 @@ class Settings:
     budgets: tuple[int, ...] = setting((), low=1, high=MOST_KEYS)
     k_max: int = setting(8, low=1, high=64)
     sampling: Sampling = field(default_factory=Sampling)
+    acceptance: Acceptance = field(default=JUDGED, metadata={"later": True})
 
 
 def run(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Record a trace into `out`, or resume one. Returns the number of documents, rounds and tokens in it."""
     s = parse(Settings, settings)
     policy = policy_from_mapping(s.policy, "policy")
-    arms = _arms(s, policy)
+    arms, synthetic = _arms(s, policy), s.acceptance.of_one(policy)
     widest = policy_from_mapping({"controller": {"kind": "fixed", "k": s.k_max}, "draft_kv": to_plain(arms[0])})
     decoded = [policy, widest] if s.dense else [policy]
     history_spec(decoded)
@@ -65,6 +69,7 @@ def run(settings: Mapping[str, Any]) -> dict[str, Any]:
             "k_max": s.k_max if s.dense else policy.k_max,
             "dense": s.dense,
             "batch": s.batch,
+            **said_of(synthetic),
             "config": to_plain(s),
             "provenance": provenance(),
         },
@@ -72,33 +77,40 @@ def run(settings: Mapping[str, Any]) -> dict[str, Any]:
     finished = writer.finished()
     groups = [job.documents[i : i + s.batch] for i in range(0, len(job.documents), s.batch)]
     totals = {"documents": 0, "rounds": 0, "tokens": 0}
+    batches = Batches(job, decoded)
+
+    def record_group(group: list[Document]) -> None:
+        sequences = batches.prefilled(group)
+        recorder = Recorder(group)
+        numbers = [d.index for d in group]
+        for round_ in Decoding(sequences, policy, s.sampling, numbers, synthetic=synthetic).rounds():
+            recorder.add(round_)
+        for b, document in enumerate(group):
+            tables: dict[str, Any] = recorder.tables(b, sequences.tokens[b])
+            if s.dense:
+                tables["drafts"] = dense_table(document.index, record_dense(sequences, b, arms, s.k_max))
+            writer.write(document.index, tables)
+            totals["documents"] += 1
+            totals["rounds"] += len(tables["rounds"]["doc"])
+            totals["tokens"] += len(tables["outputs"]["position"])
+            bar.advance(1)
+
     with progress("record", len(job.documents)) as bar:
         for group in groups:
             if all(d.index in finished for d in group):
                 bar.advance(len(group))
-                continue
-            sequences = job.sequences(group, decoded)
-            recorder = Recorder(group)
-            for round_ in Decoding(sequences, policy, s.sampling, [d.index for d in group]).rounds():
-                recorder.add(round_)
-            for b, document in enumerate(group):
-                tables: dict[str, Any] = recorder.tables(b, sequences.tokens[b])
-                if s.dense:
-                    tables["drafts"] = dense_table(document.index, record_dense(sequences, b, arms, s.k_max))
-                writer.write(document.index, tables)
-                totals["documents"] += 1
-                totals["rounds"] += len(tables["rounds"]["doc"])
-                totals["tokens"] += len(tables["outputs"]["position"])
-                bar.advance(1)
-            del sequences  # before the next ones are made
-    _print(out, job, policy, totals, len(finished))
-    return {"out": str(out), "resumed_documents": len(finished), **totals}
+            else:
+                record_group(group)
+    _print(out, job, policy, totals, resumed=len(finished), synthetic=bool(synthetic))
+    return {"out": str(out), "resumed_documents": len(finished), **said_of(synthetic), **totals}
 
 
 def _arms(s: Settings, policy: Policy) -> list[DraftKV]:
     """The policy's own selection first, if it drafts, then one arm per other budget."""
     if not s.dense:
         return [policy.draft_kv]
+    if s.acceptance:
+        raise UserError("dense=true records what drafts are worth, acceptance is synthetic", "leave acceptance out")
     if not s.sampling.greedy:
         raise UserError("dense=true needs greedy decoding", "set sampling.temperature=0 or dense=false")
     if s.batch != 1:
@@ -116,12 +128,12 @@ def _arms(s: Settings, policy: Policy) -> list[DraftKV]:
     return arms
 
 
-def _print(out: Path, job: Job, policy: Policy, totals: dict[str, int], resumed: int) -> None:
+def _print(out: Path, job: Job, policy: Policy, totals: dict[str, int], *, resumed: int, synthetic: bool) -> None:
     table = Table(title=f"recorded {out}", title_justify="left")
     for column in ("model", "workload", "lossless", "documents", "rounds", "tokens", "tokens/round"):
         table.add_column(column, justify="left" if column in ("model", "workload") else "right")
     table.add_row(
-        job.name + (" (random weights)" if job.model.random else ""),
+        job.name + (" (random weights)" if job.model.random else "") + (SAID if synthetic else ""),
         job.spec.kind,
         "yes" if policy.lossless else "no",
         f"{totals['documents']} (+{resumed} resumed)" if resumed else str(totals["documents"]),

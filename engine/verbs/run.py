@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from specdial.engine.acceptance import SAID, Acceptance, said_of
 from specdial.engine.job import ModelSettings, empty_sequences
 from specdial.engine.loop import Decoding, Round
 from specdial.engine.sampling import Sampling
@@ -31,6 +32,7 @@ class Settings:
     new_tokens: int = setting(128, low=1)
     ignore_eos: bool = False
     sampling: Sampling = field(default_factory=Sampling)
+    acceptance: Acceptance = field(default_factory=Acceptance)
     out: str | None = None
 
 
@@ -38,6 +40,7 @@ def run(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Decode and stream to standard output; metrics go to standard error and, with `out`, to a JSON file."""
     s = parse(Settings, settings)
     policy = policy_from_mapping(s.policy, "policy")
+    synthetic = s.acceptance.of_one(policy)
     text = _prompt(s.prompt)
     if s.out is not None and Path(s.out).is_dir():
         raise UserError(f"{s.out} is a directory", "give out=FILE.json")
@@ -52,7 +55,7 @@ def run(settings: Mapping[str, Any]) -> dict[str, Any]:
     prefilled_s = time.perf_counter()
     rounds: list[Round] = []
     stream, shown = tokenizer.stream(), ""
-    for round_ in Decoding(sequences, policy, s.sampling, [0]).rounds():
+    for round_ in Decoding(sequences, policy, s.sampling, [0], synthetic=synthetic).rounds():
         rounds.append(round_)
         piece = stream.push(round_.emitted[0])
         sys.stdout.write(piece)
@@ -63,6 +66,7 @@ def run(settings: Mapping[str, Any]) -> dict[str, Any]:
     shown += rest
     metrics = _metrics(rounds, policy, prefilled_s - started_s, time.perf_counter() - prefilled_s)
     metrics |= {"prompt_tokens": len(ids), "model": s.model.name or model.config.name, "random_weights": model.random}
+    metrics |= said_of(synthetic)
     print(_line(metrics), file=sys.stderr)
     if s.out is not None:
         write_json_atomic(Path(s.out), {"schema": "specdial/metrics/1", **metrics, "text": shown})
@@ -104,9 +108,9 @@ def _metrics(rounds: list[Round], policy: Policy, prefill_s: float, decode_s: fl
 
 def _line(m: dict[str, Any]) -> str:
     alpha = f", alpha {m['alpha']:.2f}" if m["alpha"] is not None else ""
-    random = " (random weights)" if m["random_weights"] else ""
+    said = (" (random weights)" if m["random_weights"] else "") + (SAID if "synthetic_acceptance" in m else "")
     return (
-        f"{m['model']}{random}, policy {m['policy']} ({'lossless' if m['lossless'] else 'lossy'}): "
+        f"{m['model']}{said}, policy {m['policy']} ({'lossless' if m['lossless'] else 'lossy'}): "
         f"{m['new_tokens']} tokens in {m['rounds']} rounds, {m['tokens_per_round']:.2f} tokens/round{alpha}, "
         f"{m['tokens_per_s']:.1f} tokens/s after {m['prefill_s']:.1f} s of prefill over {m['prompt_tokens']} tokens"
     )

@@ -3,7 +3,8 @@
 Protocol, fixed before any number is seen: every document is prefilled once; all policies and plain decode run from that
 state in every repeat, their order rotated; the first repeat warms up and is discarded; a policy's time on a document is
 the median of its repeats; speedup is the ratio of sums over documents, plain over policy. Its interval comes from
-resampling documents. Greedy lossless outputs are compared with the plain output token by token.
+resampling documents. Greedy lossless outputs are compared with the plain output token by token, unless acceptance is
+synthetic.
 """
 
 from collections.abc import Mapping
@@ -15,10 +16,13 @@ import numpy as np
 from rich.table import Table
 from scipy.stats import spearmanr
 
+from specdial.engine.acceptance import JUDGED, SAID, Acceptance, said_of
+from specdial.engine.batches import Batches
 from specdial.engine.job import Job, ModelSettings, describe, hardware, history_spec, load_job
 from specdial.engine.loop import Decoding, Round
-from specdial.engine.progress import progress
+from specdial.engine.progress import Bar, progress
 from specdial.engine.sampling import Sampling
+from specdial.engine.workloads import Document
 from specdial.policies.artifact import claim_directory, provenance, write_json_atomic
 from specdial.policies.console import table_console
 from specdial.policies.errors import UserError
@@ -44,6 +48,7 @@ class Settings:
     bootstrap: int = setting(1000, low=0, high=100_000)
     seed: int = setting(0, low=0, high=(1 << 32) - 1)
     sampling: Sampling = field(default_factory=Sampling)
+    acceptance: Acceptance = field(default=JUDGED, metadata={"later": True})
 
 
 @dataclass
@@ -51,6 +56,7 @@ class Measured:
     """What one policy did. times_us: [documents][repeats]; the rest sums over documents, of the last repeat."""
 
     policy: Policy
+    synthetic: tuple[float, ...]  # see Acceptance.of
     times_us: list[list[float]] = field(default_factory=list)
     tokens: int = 0
     rounds: int = 0
@@ -71,6 +77,9 @@ def run(settings: Mapping[str, Any]) -> dict[str, Any]:
         raise UserError("no policy to validate", "give policy=FILE or a directory of policy files")
     for policy in policies:
         _check_prediction(policy)
+        s.acceptance.of(policy)
+    if all(policy.k_max == 0 for policy in policies):
+        s.acceptance.of_one(policies[0])
     history_spec(policies)
     job = load_job(s.model, s.workload, s.split)
     for policy in policies:
@@ -89,6 +98,7 @@ def run(settings: Mapping[str, Any]) -> dict[str, Any]:
         "split": s.split,
         "batch": s.batch,
         "repeats": s.repeats,
+        **({"acceptance": to_plain(s.acceptance)} if s.acceptance else {}),
         "plain_us_per_token": float(plain.document_us().sum() / plain.tokens),
         "policies": rows,
         **_ranking(rows),
@@ -109,30 +119,35 @@ def run(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _measure(job: Job, policies: list[Policy], s: Settings) -> list[Measured]:
-    results = [Measured(p) for p in policies]
+    results = [Measured(p, s.acceptance.of(p)) for p in policies]
     groups = [job.documents[i : i + s.batch] for i in range(0, len(job.documents), s.batch)]
+    batches = Batches(job, policies)
     with progress("validate", len(groups) * (s.repeats + 1) * len(policies)) as bar:
         for group in groups:
-            sequences = job.sequences(group, policies)
-            numbers = [d.index for d in group]
-            reference: list[list[int]] | None = None
-            for result in results:
-                result.times_us.append([])
-            for repeat in range(s.repeats + 1):
-                for step in range(len(results)):
-                    # plain is first in the warm-up, so the reference output exists when the others need it
-                    result = results[(step + repeat) % len(results)]
-                    sequences.rewind()
-                    rounds = list(Decoding(sequences, result.policy, s.sampling, numbers).rounds())
-                    if repeat == 0 and result is results[0]:
-                        reference = [list(t) for t in sequences.tokens]
-                    if repeat:
-                        result.times_us[-1].append(sum(_round_us(r) for r in rounds))
-                    if repeat == s.repeats:
-                        _count(result, rounds, sequences.tokens, reference, s.sampling)
-                    bar.advance(1, result.policy.name)
-            del sequences  # before the next ones are made
+            _measure_group(batches, group, results, s, bar)
     return results
+
+
+def _measure_group(batches: Batches, group: list[Document], results: list[Measured], s: Settings, bar: Bar) -> None:
+    sequences = batches.prefilled(group)
+    numbers = [d.index for d in group]
+    reference: list[list[int]] | None = None
+    for result in results:
+        result.times_us.append([])
+    for repeat in range(s.repeats + 1):
+        for step in range(len(results)):
+            # plain is first in the warm-up, so the reference output exists when the others need it
+            result = results[(step + repeat) % len(results)]
+            sequences.rewind()
+            decoding = Decoding(sequences, result.policy, s.sampling, numbers, synthetic=result.synthetic)
+            rounds = list(decoding.rounds())
+            if repeat == 0 and result is results[0]:
+                reference = [list(t) for t in sequences.tokens]
+            if repeat:
+                result.times_us[-1].append(sum(_round_us(r) for r in rounds))
+            if repeat == s.repeats:
+                _count(result, rounds, sequences.tokens, reference if s.sampling.greedy else None)
+            bar.advance(1, result.policy.name)
 
 
 def _round_us(r: Round) -> float:
@@ -144,13 +159,13 @@ def _count(
     rounds: list[Round],
     tokens: list[list[int]],
     reference: list[list[int]] | None,
-    sampling: Sampling,
 ) -> None:
+    """reference: the plain outputs, where ours must equal them. Synthetic acceptance makes no text to compare."""
     result.rounds += sum(int(r.active.sum()) for r in rounds)
     result.tokens += sum(len(e) for r in rounds for e in r.emitted)
     result.drafted += sum(int(r.k.sum()) for r in rounds)
     result.accepted += sum(int(r.accepted.sum()) for r in rounds)
-    if sampling.greedy and reference is not None:
+    if reference is not None and not result.synthetic:
         result.differing += sum(a != b for a, b in zip(tokens, reference))
 
 
@@ -177,10 +192,11 @@ def _row(policy: Policy, result: Measured, plain: Measured, s: Settings) -> dict
             "tokens_per_round": result.tokens / result.rounds,
             "alpha": result.accepted / result.drafted if result.drafted else None,
             "k": result.drafted / result.rounds,
-            "documents_differing_from_plain": result.differing,
+            "documents_differing_from_plain": None if result.synthetic else result.differing,
             "repeat_spread_frac": float(
                 max((max(t) - min(t)) / np.median(t) for t in result.times_us) if s.repeats > 1 else 0.0
             ),
+            **said_of(result.synthetic),
         },
         "error_frac": None if predicted is None else float(predicted / speedup - 1.0),
     }
@@ -232,9 +248,17 @@ def _check_model(policy: Policy, job: Job) -> None:
         raise UserError(f"policy {policy.name} was tuned on another model", "give the model it was tuned on")
 
 
+def _equality(measured: dict[str, Any]) -> str:
+    """How the outputs compare with plain decoding, in a word."""
+    if "synthetic_acceptance" in measured:
+        return "synthetic"
+    differing = measured["documents_differing_from_plain"]
+    return "yes" if differing == 0 else f"{differing} differ"
+
+
 def _print(out: Path, job: Job, rows: list[dict[str, Any]], content: dict[str, Any]) -> None:
-    random = " (random weights)" if job.model.random else ""
-    table = Table(title=f"validation {out}: {job.name}{random}, split {content['split']}", title_justify="left")
+    said = (" (random weights)" if job.model.random else "") + (SAID if "acceptance" in content else "")
+    table = Table(title=f"validation {out}: {job.name}{said}, split {content['split']}", title_justify="left")
     for column in (
         "policy",
         "lossless",
@@ -260,7 +284,7 @@ def _print(out: Path, job: Job, rows: list[dict[str, Any]], content: dict[str, A
             f"{m['tokens_per_round']:.2f}",
             "-" if m["alpha"] is None else f"{m['alpha']:.2f}",
             f"{m['k']:.1f}",
-            "yes" if m["documents_differing_from_plain"] == 0 else f"{m['documents_differing_from_plain']} differ",
+            _equality(m),
         )
     console = table_console()
     console.print(table)
