@@ -1,0 +1,105 @@
+"""Drafters under captured graphs, played on a CPU: practice runs, buffers frozen at capture, and rounds started early.
+
+A pass that is new runs twice inside `at_rest`; afterwards the first function of its key is called, as a captured graph
+goes on reading the buffers that it was captured with, though the drafter that asked for it is gone.
+"""
+
+import numpy as np
+import pytest
+
+from specdial.engine.cache import KVCache
+from specdial.engine.drafters.model import ModelDrafter
+from specdial.engine.graphs import WARMUP_RUNS, Graphs
+from specdial.engine.loop import Decoding
+from specdial.engine.sampling import Sampling
+from specdial.engine.sequences import Sequences
+from specdial.policies.schema import plain_policy, policy_from_mapping
+
+FIXED, RATE = {"kind": "fixed", "k": 4}, {"kind": "rate", "gamma": 0.1, "k_max": 5}
+PAGES = {"budget": 64, "sink": 1, "recent": 16, "page": 16}
+DRAFTERS = {
+    "lookup": {"drafter": {"kind": "lookup", "ngram": 2}},
+    "model": {"drafter": {"kind": "model", "model": "draft"}},
+    "quest": {"drafter": {"kind": "quest"}, "draft_kv": PAGES},
+}
+CASES = [(name, kind) for name in DRAFTERS for kind in (FIXED, RATE) if (name, kind) != ("lookup", RATE)]
+
+
+class Played(Graphs):
+    """Graphs that are only played; see the module's first lines."""
+
+    def __init__(self, sequences: Sequences) -> None:
+        super().__init__("cpu", sequences._at_rest)
+        self.enabled = True
+        self.first: dict[object, object] = {}
+
+    def run(self, key, function, *inputs):
+        if self._capturing:
+            return function(*inputs)
+        self._capturing = True
+        if key not in self.first:
+            self.first[key] = function
+            with self._at_rest():
+                for _ in range(WARMUP_RUNS):
+                    function(*inputs)
+        result = self.first[key](*inputs)
+        self._capturing = False
+        return result
+
+
+@pytest.fixture
+def make(tiny_model):
+    target, draft = (tiny_model("llama", head_dim=64).decoder for _ in range(2))
+    draft.layers[-1].down.mul_(0.9)
+
+    def build() -> Sequences:
+        prompts = [np.random.default_rng(n).integers(0, 256, n).tolist() for n in (80, 190, 17)]
+        s = Sequences(target, 290, 3, history=None, backend="reference", companions={"draft": draft})
+        s.prefill(prompts, [40, 60, 50])
+        return s
+
+    return build
+
+
+def outcome(s, policy, sampling):
+    rounds = list(Decoding(s, policy, sampling, [0, 1, 2]).rounds())
+    return [list(t) for t in s.tokens], [(r.k.tolist(), r.accepted.tolist()) for r in rounds]
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.8, seed=5)], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(("name", "controller"), CASES, ids=[f"{n}-{c['kind']}" for n, c in CASES])
+def test_captured_rounds_are_the_plain_calls_rounds(make, monkeypatch, name, controller, sampling):
+    policy = policy_from_mapping({"controller": controller, **DRAFTERS[name]})
+    s = make()
+    want = outcome(s, policy, sampling)
+    s.graphs = Played(s)
+    monkeypatch.setattr(Decoding, "_may_run_ahead", lambda self: False)
+    for _ in range(2):  # the second time a new drafter finds everything captured
+        s.rewind()
+        assert outcome(s, policy, sampling) == want
+    assert sum(sum(accepted) for _, accepted in want[1]) > 0
+
+
+@pytest.mark.parametrize("name", ["model", "quest"])
+def test_rounds_started_before_the_last_one_is_read(make, monkeypatch, name):
+    """The host is a round behind: a draft model must not take what it has not heard of for missing."""
+    policy = policy_from_mapping({"controller": FIXED, **DRAFTERS[name]})
+    s = make()
+    want = outcome(s, policy, Sampling())
+    s.graphs = Played(s)
+    monkeypatch.setattr(KVCache, "width", lambda self, block_tokens: self.capacity_tokens)  # as on a GPU
+    monkeypatch.setattr(ModelDrafter, "_catch_up", None)
+    s.rewind()
+    decoding = Decoding(s, policy, Sampling(), [0, 1, 2])
+    assert decoding._may_run_ahead()
+    rounds = list(decoding.rounds())
+    assert [list(t) for t in s.tokens] == want[0]
+    assert [(r.k.tolist(), r.accepted.tolist()) for r in rounds] == want[1]
+
+
+def test_lookup_never_starts_before_it_has_seen_the_last_round(make):
+    s = make()
+    s.graphs = Played(s)
+    policy = policy_from_mapping({"controller": FIXED, **DRAFTERS["lookup"]})
+    assert not Decoding(s, policy, Sampling(), [0, 1, 2])._may_run_ahead()
+    assert Decoding(s, plain_policy(), Sampling(), [0, 1, 2])._may_run_ahead()
