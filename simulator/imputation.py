@@ -11,6 +11,8 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
+from specdial.policies.fields import parse
+from specdial.policies.schema import Drafter
 from specdial.simulator.acceptance import Hazard, fit_hazard, judged_drafts
 from specdial.simulator.lanes import SIGNALS, Record
 
@@ -27,8 +29,12 @@ def can_impute(record: Record) -> bool:
 
 
 def imputed(record: Record, seed: int) -> Record:
-    """The record with k_max drafts at every position and arm; a dense record, or one too small, as it is."""
-    if record.trace.meta["dense"] or not can_impute(record):
+    """The record with k_max drafts at every position and arm; a dense record, or one too small, as it is.
+
+    So is one of a drafter that may have none: where it drafted nothing, nothing is what was recorded.
+    """
+    short = any(parse(Drafter, arm["drafter"]).may_have_none for arm in record.arms)
+    if record.trace.meta["dense"] or short or not can_impute(record):
         return record
     width = len(record.arms)
     signals = {name: record.signals[name].copy() for name in SIGNALS}

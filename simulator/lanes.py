@@ -107,7 +107,7 @@ def read_documents(trace: Trace) -> Documents:
 def read_record(trace: Trace) -> Record:
     """Arrange a trace's drafts as arrays. Raises UserError naming what is inconsistent."""
     documents = read_documents(trace)
-    arms = tuple(_normal_arm(arm, i) for i, arm in enumerate(trace.meta["arms"]))
+    arms = tuple(_normal_arm(trace, i) for i in range(len(trace.meta["arms"])))
     k_max = int(trace.meta["k_max"])
     cells = int((documents.end - documents.start).sum()) * max(len(arms), 1)
     signals = {name: np.zeros((k_max, cells), np.float32) for name in SIGNALS}
@@ -131,11 +131,16 @@ def read_record(trace: Trace) -> Record:
     )
 
 
-def _normal_arm(arm: dict[str, Any], place: int) -> dict[str, Any]:
-    """An arm with every setting of today's schema: an older trace lacks the newest, which then had its default."""
+def _normal_arm(trace: Trace, place: int) -> dict[str, Any]:
+    """An arm with every setting of today's schema: an older trace lacks the newest, which then had its default.
+
+    A sparse trace holds what its own policy drafted, so its arm is of that policy's drafter.
+    """
+    arm = trace.meta["arms"][place]
+    drafter = arm.get("drafter", {}) if trace.meta["dense"] else trace.meta["policy"].get("drafter", {})
     draft_kv = parse(DraftKV, arm["draft_kv"], f"arms[{place}].draft_kv")
-    drafter = parse(Drafter, arm.get("drafter", {}), f"arms[{place}].drafter")
-    return {**arm, "draft_kv": to_plain(draft_kv, complete=True), "drafter": to_plain(drafter, complete=True)}
+    parsed = parse(Drafter, drafter, f"arms[{place}].drafter")
+    return {**arm, "draft_kv": to_plain(draft_kv, complete=True), "drafter": to_plain(parsed, complete=True)}
 
 
 def recorded_digest(trace: Trace) -> str:

@@ -100,6 +100,47 @@ def test_fifty_random_policies_replay_to_the_rounds_the_engine_really_does(sourc
     assert len(lengths) >= 7  # the policies were as different as they should be
 
 
+DECAY = {"budget": 40, "sink": 2, "recent": 8, "decay": 0.9}
+FRAC = {"budget_frac": 0.2, "sink": 2, "recent": 8, "window": 8}
+STATIC = {**KV, "refresh_rounds": 0}
+RATE, LATE = {"kind": "rate", "gamma": 0.1}, {"kind": "rate", "gamma": 0.1, "lag": 1}
+
+
+@pytest.mark.parametrize("kv", [DECAY, FRAC, STATIC], ids=["decay", "frac", "static"])
+def test_selections_that_only_the_text_decides_replay_to_the_rounds_the_engine_really_does(source, tmp_path, kv):
+    recorded = {"controller": {"kind": "fixed", "k": 1}, "draft_kv": kv}
+    settings = {"policy": recorded, "dense": True, "budgets": [], "k_max": K_MAX, "out": str(tmp_path / "trace")}
+    record.run({**source, **settings})
+    policies = [policy_from_mapping({"controller": c, "draft_kv": kv}) for c in ({"kind": "fixed", "k": 5}, RATE, LATE)]
+    job = load_job(ModelSettings(**source["model"]), source["workload"])
+    prefilled = [([d], job.sequences([d], policies)) for d in job.documents]
+    for policy, log in zip(policies, replay_rounds(read_trace(tmp_path / "trace"), policies)):
+        assert replayed_rows(log) == decode(prefilled, policy)
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {"drafter": {"kind": "sparse_self", "weights": "fp8"}, "draft_kv": KV, "controller": LATE},
+        {"drafter": {"kind": "lookup"}, "controller": {"kind": "fixed", "k": 5}},
+        {"draft_kv": {**KV, "refresh_rounds": 3}, "controller": LATE},
+        {"draft_kv": DECAY, "controller": RATE},
+        {"draft_kv": FRAC, "controller": RATE},
+    ],
+    ids=["fp8", "lookup", "refresh", "decay", "frac"],
+)
+def test_a_recording_of_any_drafter_replays_to_its_own_rounds(source, tmp_path, parts, batch):
+    policy = policy_from_mapping(parts)
+    record.run({**source, "policy": to_plain(policy), "batch": batch, "out": str(tmp_path / "own")})
+    own = read_trace(tmp_path / "own")
+    (outcome,) = replay(own, None, [policy], batch=batch, keep_rounds=True)
+    assert outcome.level == "exact"
+    rounds = own.rounds.to_pylist()
+    assert replayed_rows(outcome.round_log) == sorted(tuple(row[name] for name in COLUMNS) for row in rounds)
+    assert sum(row["k"] for row in rounds) > 0
+
+
 @pytest.mark.parametrize(("batch", "temperature"), [(1, 0.0), (2, 0.0), (3, 0.0), (1, 1.0), (2, 1.0)])
 def test_a_recording_replays_to_its_own_rounds_and_time(source, tmp_path, batch, temperature):
     generator = np.random.default_rng(7)
