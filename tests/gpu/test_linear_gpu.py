@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 NAN = float("nan")
 EPS = 1e-6
-BUDGET = {torch.bfloat16: 4e-3, torch.float16: 6e-4, torch.float32: 2e-6}  # relative, in norm
+BUDGET = {torch.bfloat16: 4e-3, torch.float16: 6e-4, torch.float32: 5e-6}  # relative, in norm
 SHAPES = [  # weight rows, K, what is fused
     (2048, 1536, {"norm": True, "bias": True}),
     (1536, 1536, {"residual": True}),
@@ -81,7 +81,8 @@ def test_error_stays_in_the_dtypes_budget_and_nothing_races(
 ) -> None:
     x_dtype = torch.bfloat16 if isinstance(dtype, str) else dtype
     workspace = LinearWorkspace.allocate("cuda")
-    for rows in ROWS:
+    few = dtype in (torch.float16, torch.float32) and N * K > 2**21  # compiling takes most of the time
+    for rows in (5, 64) if few else ROWS:
         x, weight, call = problem(N, K, rows, fused, x_dtype)
         stored = quantise(weight) if dtype == "float8" else weight
         torch.full((32 << 20,), NAN, device="cuda")  # poison what buffers will be allocated from
@@ -98,8 +99,8 @@ def test_error_stays_in_the_dtypes_budget_and_nothing_races(
 def test_any_launch_shape_is_the_same_product(fold: int, splits: int) -> None:
     for fused in ({"norm": True, "gated": True}, {"norm": True, "bias": True}, {"residual": True}):
         x, weight, call = problem(1664, 1600, 9, fused, torch.bfloat16)
-        for prefetch_bytes in (0, 3000, 1 << 20):
-            config = LinearConfig(64 // fold, 16, 64 * fold, fold, splits, 4, 3, prefetch_bytes)
+        for prefetch_bytes, keep, late in ((0, True, False), (3000, False, True), (1 << 20, True, True)):
+            config = LinearConfig(64 // fold, 16, 64 * fold, fold, splits, 4, 3, prefetch_bytes, keep, late)
             mine = call | {"residual": call["residual"].clone()} if "residual" in call else call
             got = linear_triton(x, weight, **mine, config=config)
             assert distance(got, exact(x, weight, call)) <= BUDGET[torch.bfloat16]
