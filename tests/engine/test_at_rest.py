@@ -117,6 +117,50 @@ def test_practice_changes_nothing_that_lasts(make, name, spec, sampling):
     assert len(want[0]) > 2
 
 
+PAGES = {"budget": 48, "sink": 2, "recent": 16, "page": 16}
+DRAFTERS = {
+    "quest": {"drafter": {"kind": "quest"}, "draft_kv": PAGES},
+    "model": {"drafter": {"kind": "model", "model": "small"}},
+    "lookup": {"drafter": {"kind": "lookup"}},
+}
+CONTROLLERS = {"fixed": {"kind": "fixed", "k": 4}, "entropy": {"kind": "entropy", "threshold": 0.1, "k_max": 5}}
+
+
+@pytest.fixture(scope="module")
+def read_along(tiny_model):
+    """Sequences with a draft model: the target itself, its weights shaken a little."""
+    target, draft = tiny_model("llama", head_dim=64), tiny_model("llama", head_dim=64)
+    draft.decoder.layers[1].down.mul_(0.9)
+    prompts = [np.random.default_rng(n).integers(0, 256, n).tolist() for n in (60, 131, 17)]
+
+    def build() -> Sequences:
+        s = Sequences(target.decoder, 190, 3, history=None, backend="reference", companions={"small": draft.decoder})
+        s.prefill(prompts, [20, 33, 7])
+        return s
+
+    return build
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("quest", "fixed"), ("quest", "entropy"), ("model", "fixed"), ("model", "entropy"), ("lookup", "fixed")],
+)
+def test_practice_changes_nothing_that_drafters_keep(read_along, name, kind):
+    controller = CONTROLLERS[kind]
+    policy, plain = (policy_from_mapping(p) for p in ({**DRAFTERS[name], "controller": controller}, POLICIES["plain"]))
+    found = []
+    for runs in (0, WARMUP_RUNS):
+        s = read_along()
+        s.graphs = Played(s, runs=runs, frozen=kind == "fixed" and name != "lookup")
+        Decoding(s, plain, Sampling(), [0, 1, 2]).decode_round()  # what drafters missed they make up for
+        rounds, states = decode(s, policy, Sampling())
+        s.rewind()
+        again, _ = decode(s, policy, Sampling())
+        found.append(([told(r) for r in rounds], states, [told(r) for r in again], [list(t) for t in s.tokens]))
+    assert found[0] == found[1]
+    assert any(r.accepted.sum() for r in rounds) or name == "lookup"
+
+
 def test_a_policy_captured_in_the_middle_of_another_ones_run(make):
     """Graphs are shared by policies of one batch: practising one leaves the state of the last one's rounds alone."""
     s = make(HistorySpec(16, 1))
