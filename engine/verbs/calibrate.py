@@ -149,6 +149,8 @@ class _Bench:
         for repeat in range(self.settings.repeats):
             for k, budget in self._configurations(repeat):
                 for r in self._rounds(context, k, budget):
+                    if int(r.k.min()) < k:  # a lookup that found nothing
+                        continue
                     samples.setdefault(("verify", k, 0), []).append(r.verify_us)
                     samples.setdefault(("host", k, 0), []).append(r.host_us)
                     if k:
@@ -157,6 +159,12 @@ class _Bench:
             if plain:
                 for r in self._rounds(context, None, 0):
                     samples.setdefault(("plain", 0, 0), []).append(r.verify_us + r.host_us)
+        missing = [k for k in self.settings.ks if ("verify", k, 0) not in samples]
+        if missing:
+            raise UserError(
+                f"drafter {self.plan.drafter.label} found no {missing[0]} drafts at context {context} of this text",
+                "calibrate at another context or with another workload",
+            )
         return [self._row(key, context, np.array(values)) for key, values in samples.items()]
 
     def _configurations(self, repeat: int) -> Iterator[tuple[int, int]]:

@@ -7,6 +7,7 @@ from specdial.engine.verbs import calibrate
 from specdial.policies.errors import UserError
 from specdial.simulator.costs import CostModel
 
+OPS = ("draft", "verify", "select", "host")
 KV = {"budget": 40, "sink": 2, "recent": 8, "window": 8}
 
 
@@ -30,10 +31,29 @@ def test_what_is_timed_can_be_priced(settings):
     calibrate.run(settings)
     table = read_costs(settings["out"])
     drafters = {(row["op"], row["drafter"]) for row in table.rows.to_pylist()}
-    assert drafters == {("plain", "none"), *((op, "sparse_self") for op in ("draft", "verify", "select", "host"))}
+    assert drafters == {("plain", "none"), *((op, "sparse_self") for op in OPS)}
     model = CostModel.from_table(table)
     assert model.at("draft", 64.0, 1, 2, 40)[0] > 0.0
     assert "drafters" not in table.meta["config"]  # as before there were others: an earlier run is found again
+
+
+def test_every_drafter_is_priced_by_its_own_rounds(settings):
+    drafters = [{"kind": "sparse_self"}, {"kind": "lookup"}]
+    calibrate.run({**settings, "drafters": drafters})
+    table = read_costs(settings["out"])
+    model = CostModel.from_table(table)
+    assert set(model.measured) == {"plain", *(op + who for op in OPS for who in ("", " (lookup)"))}
+    assert sum(row["op"] == "plain" for row in table.rows.to_pylist()) == 1
+    assert model.at("draft", 64.0, 1, 2, 0, "lookup")[0] < model.at("draft", 64.0, 1, 2, 40)[0]
+
+
+def test_a_text_in_which_lookup_finds_nothing_is_named(settings, tmp_path):
+    """One paragraph in which no character repeats; documents are made of whole paragraphs."""
+    text = tmp_path / "once.txt"
+    text.write_text("\n\n".join("".join(map(chr, range(33, 33 + 80))) for _ in range(20)))
+    settings["workload"]["path"] = str(text)
+    with pytest.raises(UserError, match="drafter lookup found no 2 drafts at context 64 of this text"):
+        calibrate.run({**settings, "drafters": [{"kind": "lookup"}]})
 
 
 @pytest.mark.parametrize(
