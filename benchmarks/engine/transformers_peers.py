@@ -1,10 +1,10 @@
 """What transformers' `generate` does with the same weights and prompts: plain, prompt lookup, and an assistant model.
 
 Models are built from our own tensors (a GGUF file's dequantised ones, or a folder's), so nothing is fetched and both
-sides run the same numbers. Batch 1, greedy, sdpa, end marks ignored. Decode time is the whole call less a call for
-FIRST_TOKENS tokens, which pays for every prefill, the assistant's included (it starts only when two tokens are asked
-for). Lookup and assistant run with transformers' default lengths. --static adds plain decoding with a static cache,
-which transformers compiles by itself on a GPU. --dry: tiny, on the CPU, unrecorded.
+sides run the same numbers. Batch 1, greedy, sdpa, end marks ignored. Decode time runs from the end of the first round,
+which holds every prefill, the assistant's included; tokens are counted from there, too. Lookup and assistant run with
+transformers' default lengths. --static adds plain decoding with a static cache, which transformers compiles by itself
+on a GPU. --dry: tiny, on the CPU, unrecorded.
 
     python3 benchmarks/engine/transformers_peers.py --model FILE.gguf --assistant SMALL.gguf --prompts prompts.npz \\
         --out benchmarks/results/engine.json
@@ -30,7 +30,6 @@ from specdial.engine.weights.gguf_model import GgufWeights, gguf_config
 from specdial.engine.weights.hf import SafetensorsWeights, read_config
 from specdial.policies.errors import UserError
 
-FIRST_TOKENS = 2
 LOOKUP_TOKENS = 10
 CONFIGS = {
     "llama": transformers.LlamaConfig,
@@ -84,14 +83,27 @@ def hf_config(c):
     )
 
 
+class FirstRound(transformers.StoppingCriteria):
+    """Stops nothing: `generate` calls it after every round, and it notes when the first one was over."""
+
+    def __init__(self):
+        self.over_s, self.length = 0.0, 0
+
+    def __call__(self, input_ids, scores, **_):
+        if not self.length:
+            synchronize(input_ids.device)
+            self.over_s, self.length = time.perf_counter(), input_ids.shape[1]
+        return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
+
+
 @torch.inference_mode()
 def generated(model, prompt, new_tokens, extra):
-    """New tokens of one prompt and the seconds they took, prefill included."""
+    """New tokens of one prompt; how many came after the first round, and the seconds those took."""
     ids = torch.tensor([prompt], device=model.device)
-    synchronize(model.device)
-    started_s = time.perf_counter()
+    first = FirstRound()
     out = model.generate(
         ids,
+        stopping_criteria=[first],
         attention_mask=torch.ones_like(ids),
         max_new_tokens=new_tokens,
         do_sample=False,
@@ -99,7 +111,7 @@ def generated(model, prompt, new_tokens, extra):
         **extra,
     )
     synchronize(model.device)
-    return out[0, len(prompt) :].tolist(), time.perf_counter() - started_s
+    return out[0, len(prompt) :].tolist(), out.shape[1] - first.length, time.perf_counter() - first.over_s
 
 
 def measure(model, prompts, extra, a):
@@ -108,9 +120,8 @@ def measure(model, prompts, extra, a):
     for repeat in range(a.repeats + 1):  # the first one warms up
         tokens, spent_s, outputs = 0, 0.0, []
         for prompt in prompts:
-            first, first_s = generated(model, prompt, FIRST_TOKENS, extra)
-            output, whole_s = generated(model, prompt, a.new_tokens, extra)
-            tokens, spent_s = tokens + len(output) - len(first), spent_s + whole_s - first_s
+            output, later_tokens, later_s = generated(model, prompt, a.new_tokens, extra)
+            tokens, spent_s = tokens + later_tokens, spent_s + later_s
             outputs.append(output)
         if repeat:
             rates.append(tokens / spent_s)

@@ -76,6 +76,17 @@ def test_dry_run(peers, tiny_checkpoint):
     assert all(r["differing_from_plain"] == 0 and r["value"] > 0 for r in records)
 
 
+def test_decode_time_leaves_out_the_first_round(peers, tiny_checkpoint):
+    theirs = peers.hf_model(str(tiny_checkpoint("qwen2")), "cpu", torch.float32)
+    prompt = [(5 * i) % 251 for i in range(70)]
+    output, later_tokens, later_s = peers.generated(theirs, prompt, 9, {})
+    assert (len(output), later_tokens) == (9, 8)
+    assert later_s > 0
+    output, later_tokens, _ = peers.generated(theirs, prompt, 9, {"assistant_model": theirs})
+    assert len(output) == 9
+    assert 0 <= later_tokens < 8  # its own assistant: the first round takes more than one token
+
+
 def test_scaled_rope_is_refused(peers, tiny_checkpoint):
     scaling = {"rope_type": "linear", "factor": 2.0}
     with pytest.raises(UserError, match="RoPE scaling linear is not translated"):
