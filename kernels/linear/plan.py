@@ -1,5 +1,6 @@
 """Launch shapes of the skinny product: how much of the weights a program takes, and how much it keeps in flight."""
 
+import functools
 import math
 from dataclasses import dataclass, replace
 
@@ -42,6 +43,7 @@ class LinearConfig:
         return self.stages * (weights + columns * self.block_k * x_bytes)
 
 
+@functools.cache
 def plan(
     N: int, K: int, rows: int, *, item_bytes: int, gated: bool = False, normed: bool = False, processors: int = 132
 ) -> LinearConfig:
