@@ -35,12 +35,13 @@ class Tiling:
     tma: bool = True
 
 
-# Measured on an H200 with head dim 128: rows up to the key. 64 rows run on warpgroup instructions, one deep pipeline
-# per multiprocessor; 16 and 32 rows on warp instructions, two or three shallower ones.
+# Measured on an H200 with head dim 128: rows up to the key. 64 and 128 rows run on warpgroup instructions, one deep
+# pipeline per multiprocessor; 16 and 32 rows on warp instructions, two or three shallower ones.
 TILINGS = {
     16: Tiling(block_m=16, warps=4, stages=3, per_sm=2, crowded_per_sm=6),
     32: Tiling(block_m=32, warps=4, stages=3, per_sm=2, crowded_per_sm=4),
     64: Tiling(block_m=64, warps=4, stages=4, per_sm=1, crowded_per_sm=1),
+    128: Tiling(block_m=128, warps=8, stages=4, per_sm=1, crowded_per_sm=1),
 }
 FLOAT32 = Tiling(block_m=16, warps=8, stages=1, per_sm=1, crowded_per_sm=1, tma=False)  # full precision, for tests
 
@@ -49,7 +50,7 @@ def choose_tiling(rows: int, head_dim: int, dtype: torch.dtype) -> Tiling:
     """The tiling for M = T*G packed rows."""
     if dtype == torch.float32:
         return FLOAT32
-    tiling = TILINGS[16 if rows <= 16 else 32 if rows <= 32 else 64]
+    tiling = TILINGS[next((size for size in TILINGS if rows <= size), 64)]  # more rows than 128 come in tiles of 64
     if head_dim > 128:
         return replace(TILINGS[16], stages=2)  # more rows would spill
     if head_dim <= 64:  # half the shared memory

@@ -13,6 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
+from specdial.kernels.full_attention.launch import launch_options
+from specdial.kernels.full_attention.plan import await_previous
 from specdial.kernels.sparse_attention.workspace import SparseWorkspace
 
 LOG2_E = 1.4426950408889634
@@ -37,8 +39,10 @@ def _sparse_attention(
     stride_qb, stride_qt, stride_qh, stride_kb, stride_kh, stride_ks, stride_ib, stride_ih, stride_cb, stride_ch,
     scale, Hk, T: tl.constexpr, G: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, ROW_BLOCKS: tl.constexpr, STAGES: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    if PDL:
+        await_previous()
     pair = tl.program_id(0) // SPLITS  # (sequence, kv head)
     split = tl.program_id(0) % SPLITS
     row_block = tl.program_id(1)
@@ -162,7 +166,7 @@ def sparse_attention_triton(
         *q.stride()[:3], *k_cache.stride()[:3], *indices.stride()[:2], *count_stride,
         D**-0.5 * LOG2_E, Hk, T=T, G=G, D=D, PAGE=page, BLOCK_M=config.block_m, BLOCK_N=config.block_n,
         SPLITS=config.splits, ROW_BLOCKS=row_blocks, STAGES=config.stages,
-        PRECISION="ieee" if q.dtype == torch.float32 else "tf32", num_warps=config.warps,
+        PRECISION="ieee" if q.dtype == torch.float32 else "tf32", num_warps=config.warps, **launch_options(q.device),
     )  # fmt: skip
     return out
 

@@ -45,7 +45,7 @@ def compile_kernel(kernel, types: dict[str, str], constants: dict[str, object], 
 
 @pytest.mark.parametrize(
     ("rows", "group", "mass", "programs"),
-    [(4, 4, 0, 3), (8, 8, 1, 3), (20, 4, 1, 2), (40, 8, 0, 1), (40, 8, 1, 1)],
+    [(4, 4, 0, 3), (8, 8, 1, 3), (20, 4, 1, 2), (40, 8, 0, 1), (40, 8, 1, 1), (78, 6, 0, 1), (78, 6, 1, 1), (128, 8, 1, 1)],
 )
 def test_split_kernel_fits(rows: int, group: int, mass: int, programs: int) -> None:
     """`programs` of it run on a multiprocessor at once, and K and V come through the copy engine in stages."""
@@ -63,7 +63,7 @@ def test_split_kernel_fits(rows: int, group: int, mass: int, programs: int) -> N
     assert programs * registers * 32 * tiling.warps <= SM_REGISTERS
     assert built.metadata.shared >= 2 * (tiling.stages - 1) * 64 * 128 * 2  # K and V, stages - 1 tiles in flight
     assert built.asm["ptx"].count("cp.async.bulk.tensor") >= 2 * tiling.stages
-    assert ("wgmma" in built.asm["ptx"]) == (tiling.block_m == 64)
+    assert ("wgmma" in built.asm["ptx"]) == (tiling.block_m >= 64)
 
 
 def test_small_kernels_do_not_spill() -> None:
