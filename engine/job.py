@@ -5,7 +5,7 @@ Leaves out Hydra: settings arrive as plain mappings.
 
 import os
 import platform
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -68,17 +68,24 @@ class Job:
         return s
 
 
-def load_job(model: ModelSettings, workload: Mapping[str, Any], split: str = "all") -> Job:
+def load_job(
+    model: ModelSettings, workload: Mapping[str, Any], split: str = "all", *, policies: Iterable[Policy] = ()
+) -> Job:
     """Load the model and build the documents of a split: train, validation, test, several joined by +, or all.
 
+    policies: load the draft models that they name as well, rather than when sequences are first made for them.
     Raises UserError on anything unusable.
     """
     spec = WorkloadSpec.from_mapping(workload)  # first, since a model takes long to load
     loaded = load_model(model.source, device=model.device, dtype=model.dtype, seed=model.seed)
     loaded.config.check_context(spec.context_tokens + spec.new_tokens)
+    draft_models: dict[str, LoadedModel] = {}
+    load_draft_models(loaded, list(policies), draft_models)
     built = build(spec, loaded.tokenizer)
     chosen = {d.index: d for part in split.split("+") for d in of_split(built, part)}
-    return Job(loaded, model.name or loaded.config.name, spec, [chosen[index] for index in sorted(chosen)])
+    return Job(
+        loaded, model.name or loaded.config.name, spec, [chosen[index] for index in sorted(chosen)], draft_models
+    )
 
 
 def load_draft_models(target: LoadedModel, policies: list[Policy], loaded: dict[str, LoadedModel]) -> None:
@@ -191,6 +198,7 @@ def describe(job: Job, sampling: Sampling) -> dict[str, Any]:
             "weight_bytes": decoder.weight_bytes,
             "kv_bytes_per_token": 2 * c.layers * c.kv_heads * c.head_dim * decoder.dtype.itemsize,
         },
+        **({"draft_models": {name: m.digest for name, m in job.draft_models.items()}} if job.draft_models else {}),
         "tokenizer_digest": job.model.tokenizer.digest,
         "workload": {name: getattr(job.spec, name) for name in type(job.spec).__slots__},
         "documents": [

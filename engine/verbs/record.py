@@ -52,8 +52,9 @@ def run(settings: Mapping[str, Any]) -> dict[str, Any]:
     arms, synthetic = _arms(s, policy), s.acceptance.of_one(policy)
     widest = policy_from_mapping({"controller": {"kind": "fixed", "k": s.k_max}, "draft_kv": to_plain(arms[0])})
     decoded = [policy, widest] if s.dense else [policy]
+    drafter = policy.drafter if policy.k_max else widest.drafter
     history_spec(decoded)
-    job = load_job(s.model, s.workload, s.split)
+    job = load_job(s.model, s.workload, s.split, policies=decoded)
     out = Path(s.out)
     claim_directory(out, "record", to_plain(s))
     writer = TraceWriter(
@@ -63,9 +64,7 @@ def run(settings: Mapping[str, Any]) -> dict[str, Any]:
             "hardware": hardware(job.model.decoder.device),
             "policy": policy.decisions(),
             "policy_digest": policy_digest(policy),
-            "arms": [
-                {"arm": i, "drafter": {"kind": "sparse_self"}, "draft_kv": to_plain(a)} for i, a in enumerate(arms)
-            ],
+            "arms": [{"arm": i, "drafter": to_plain(drafter), "draft_kv": to_plain(a)} for i, a in enumerate(arms)],
             "k_max": s.k_max if s.dense else policy.k_max,
             "dense": s.dense,
             "batch": s.batch,
@@ -119,6 +118,10 @@ def _arms(s: Settings, policy: Policy) -> list[DraftKV]:
         raise UserError("dense=true needs a lossless policy", "verify every round in full")
     if policy.k_max > s.k_max:
         raise UserError(f"the policy drafts up to {policy.k_max} tokens, k_max is {s.k_max}", "raise k_max")
+    for drafter in [v.drafter for v in policy.variants()] if policy.k_max else []:
+        if drafter.kind != "sparse_self" or drafter.weights != "model":
+            cause = f"dense=true drafts with the target and its own weights, the policy's drafter is {drafter.label}"
+            raise UserError(cause, "set dense=false, or record under drafter sparse_self", field="drafter")
     budgets = ([policy.draft_kv.budget] if policy.k_max else []) + list(s.budgets)
     arms = [replace(policy.draft_kv, budget=b) for b in dict.fromkeys(budgets)]
     if not arms:

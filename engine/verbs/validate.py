@@ -81,7 +81,7 @@ def run(settings: Mapping[str, Any]) -> dict[str, Any]:
     if all(policy.k_max == 0 for policy in policies):
         s.acceptance.of_one(policies[0])
     history_spec(policies)
-    job = load_job(s.model, s.workload, s.split)
+    job = load_job(s.model, s.workload, s.split, policies=policies)
     for policy in policies:
         _check_model(policy, job)
     out = Path(s.out)
