@@ -1,9 +1,9 @@
-"""Decode cost of model shapes on one GPU: plain steps, and rounds of self-speculation at a fixed k.
+"""Decode cost of model shapes on one GPU: plain steps, rounds of self-speculation at a fixed k, and idle time between.
 
 Weights, keys and histories are random, so these are costs, not speedups on text; acceptance is whatever random weights
 give and is not reported. Gate: the captured path must agree with the plain decoder under naive attention first.
 
-    python3 benchmarks/engine/decode_shapes.py --out benchmarks/results/engine.json [--cases E1 E2 E3 R]
+    python3 benchmarks/engine/decode_shapes.py --out benchmarks/results/engine.json [--cases E1 E2 E3 E8 R]
 """
 
 import argparse
@@ -13,6 +13,8 @@ import time
 from pathlib import Path
 
 import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "kernels"))
 from _bench import finish, record
@@ -32,27 +34,44 @@ CASES = {  # id: (shape, contexts and batches, bar in ms a step or None, what vL
     "E3-B16": ("qwen2.5-coder-1.5b", 31000, 16, 4.8, 5.16),
     "E3-B64": ("qwen2.5-coder-1.5b", 31000, 64, 15.2, 15.47),
 }
-ROUNDS = {"R-B1": ("qwen2.5-coder-1.5b", 31000, 1), "R-B16": ("qwen2.5-coder-1.5b", 31000, 16)}
+ROUNDS = {f"R-B{batch}": ("qwen2.5-coder-1.5b", 31000, batch) for batch in (1, 16)}
 
 
 def timed(s, policy, rounds, warmup=6):
-    """Wall milliseconds of each round, and the rounds."""
-    decoding = Decoding(s, policy, Sampling(), list(range(s.batch)))
-    times, done = [], []
-    for i in range(rounds + warmup):
+    """Milliseconds from one round's end to the next on the device, sorted; the rounds; mean wall milliseconds."""
+    running = Decoding(s, policy, Sampling(), list(range(s.batch))).rounds()
+    for _ in range(warmup):
+        next(running)
+    started = time.perf_counter()
+    done = [next(running) for _ in range(rounds)]
+    wall_ms = (time.perf_counter() - started) * 1e3 / rounds
+    running.close()
+    return sorted(sum(getattr(r, f"{part}_us") for part in PARTS) / 1e3 for r in done), done, wall_ms
+
+
+def idle_frac(s, policy, rounds=8, warmup=4):
+    """Share of the time from the first kernel of some rounds to the last in which no kernel or copy runs."""
+    running = Decoding(s, policy, Sampling(), list(range(s.batch))).rounds()
+    for _ in range(warmup):
+        next(running)
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as found:
+        for _ in range(rounds):
+            next(running)
         torch.cuda.synchronize()
-        started = time.perf_counter()
-        done.append(decoding.decode_round())
-        torch.cuda.synchronize()
-        if i >= warmup:
-            times.append((time.perf_counter() - started) * 1e3)
-    return sorted(times), done[warmup:]
+    running.close()
+    spans = sorted((e.time_range.start, e.time_range.end) for e in found.events() if e.device_type == DeviceType.CUDA)
+    busy_us, reached = 0.0, spans[0][0]
+    for start, end in spans:  # kernels may overlap
+        busy_us += max(end - max(start, reached), 0.0)
+        reached = max(reached, end)
+    return 1.0 - busy_us / (reached - spans[0][0])
 
 
 def plain(model, id, steps):
     shape, context, batch, bar, vllm = CASES[id]
     s = random_sequences(model, context, batch)
-    times, rounds = timed(s, plain_policy(), steps)
+    times, rounds, wall_ms = timed(s, plain_policy(), steps)
     total = plain_bytes(s)
     median = statistics.median(times)
     return record(
@@ -60,7 +79,7 @@ def plain(model, id, steps):
         spread=[round(times[len(times) // 10], 4), round(times[-len(times) // 10 - 1], 4)], bytes=total,
         floor=round(total / BANDWIDTH * 1e3, 3), bar=round(bar, 3), peers={"vllm-0.23 (measured elsewhere)": vllm},
         tokens_per_s=round(batch / median * 1e3, 1),
-        host_ms=round(statistics.median(r.host_us for r in rounds) / 1e3, 4),
+        wall_ms=round(wall_ms, 4), host_ms=round(statistics.median(r.host_us for r in rounds) / 1e3, 4),
     )  # fmt: skip
 
 
@@ -73,7 +92,7 @@ def rounds(model, id, steps):
             kv = {"budget": 512, "sink": 4, "recent": 64, "page": page}
             policy = policy_from_mapping({"controller": {"kind": "fixed", "k": k}, "draft_kv": kv})
             s.hold([1] * context, limit=600)
-            times, done = timed(s, policy, steps)
+            times, done, _ = timed(s, policy, steps)
             parts = {name: round(statistics.median(getattr(r, f"{name}_us") for r in done) / 1e3, 4) for name in PARTS}
             found.append(
                 record(
@@ -87,22 +106,43 @@ def rounds(model, id, steps):
     return found
 
 
+def gaps(model, id):
+    """E8: what the device idles in plain steps and in rounds."""
+    shape, context, batch = ROUNDS[id.replace("E8", "R")]
+    s = random_sequences(model, context, batch, HistorySpec(16, 16))
+    kv = {"budget": 512, "sink": 4, "recent": 64, "page": 16}
+    policies = {"plain": plain_policy()}
+    policies |= {f"k{k}": policy_from_mapping({"controller": {"kind": "fixed", "k": k}, "draft_kv": kv}) for k in (4, 8)}
+    controller = {"kind": "rate", "k_max": 8, "lag": 1}
+    policies["rate-lag1"] = policy_from_mapping({"controller": controller, "draft_kv": kv})
+    found = []
+    for name, policy in policies.items():
+        s.hold([1] * context, limit=600)
+        case = f"device idle, {shape} shape, random weights, B {batch}, context {context}, {name}"
+        found.append(record(f"{id}-{name}", case, idle_frac(s, policy), "frac", bar=0.05))
+    return found
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--cases", nargs="+", default=["E1", "E2", "E3", "R"])
+    parser.add_argument("--cases", nargs="+", default=["E1", "E2", "E3", "E8", "R"])
     parser.add_argument("--steps", type=int, default=256)
     arguments = parser.parse_args()
-    chosen = [id for id in (*CASES, *ROUNDS) if any(id.startswith(c) for c in arguments.cases)]
+    idle = [id.replace("R", "E8") for id in ROUNDS]
+    chosen = [id for id in (*CASES, *idle, *ROUNDS) if any(id.startswith(c) for c in arguments.cases)]
     records, model = [], None
     for id in chosen:
-        shape = (CASES.get(id) or ROUNDS[id])[0]
+        shape = (CASES.get(id) or ROUNDS[id.replace("E8", "R")])[0]
         if model is None or model.config.name != shape:
             model = None
             torch.cuda.empty_cache()
             model = load_model(f"shape:{shape}", device="cuda", dtype="bfloat16")
             check(model.config)
-        records += [plain(model, id, arguments.steps)] if id in CASES else rounds(model, id, min(arguments.steps, 40))
+        if id in CASES:
+            records.append(plain(model, id, arguments.steps))
+        else:
+            records += gaps(model, id) if id in idle else rounds(model, id, min(arguments.steps, 40))
         print(records[-1]["id"], records[-1]["value"], flush=True)
         torch.cuda.empty_cache()
     finish(records, arguments.out)
