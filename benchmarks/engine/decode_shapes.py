@@ -112,7 +112,9 @@ def gaps(model, id):
     s = random_sequences(model, context, batch, HistorySpec(16, 16))
     kv = {"budget": 512, "sink": 4, "recent": 64, "page": 16}
     policies = {"plain": plain_policy()}
-    policies |= {f"k{k}": policy_from_mapping({"controller": {"kind": "fixed", "k": k}, "draft_kv": kv}) for k in (4, 8)}
+    policies |= {
+        f"k{k}": policy_from_mapping({"controller": {"kind": "fixed", "k": k}, "draft_kv": kv}) for k in (4, 8)
+    }
     controller = {"kind": "rate", "k_max": 8, "lag": 1}
     policies["rate-lag1"] = policy_from_mapping({"controller": controller, "draft_kv": kv})
     found = []
