@@ -45,3 +45,24 @@ def test_lossless_on_cuda(sequences, controller):
     tokens, rounds = decode(sequences, policy_from_mapping({"controller": controller, "draft_kv": kv}))
     assert tokens == plain
     assert sum(int(r.accepted.sum()) for r in rounds) > 0
+
+
+@pytest.mark.parametrize("controller", [{"kind": "none"}, {"kind": "fixed", "k": 4}, {"kind": "rate", "lag": 1}])
+def test_fifty_rounds_wait_for_nothing_but_the_read_back(tiny_checkpoint, controller):
+    model = load_model(str(tiny_checkpoint("llama", head_dim=64)), device="cuda", dtype="bfloat16")
+    kv = {"budget": 128, "sink": 2, "recent": 8, "window": 8, "page": 16}
+    drafter = {"kind": "none" if controller["kind"] == "none" else "sparse_self"}
+    policy = policy_from_mapping({"controller": controller, "drafter": drafter, "draft_kv": kv})
+    s = Sequences(model.decoder, 900, 2, history=HistorySpec(8, 16), backend="triton")
+    s.prefill([[5] * 100, [7] * 60], [700, 700])
+    running = Decoding(s, policy, Sampling(), [0, 1]).rounds()
+    for _ in range(3):
+        next(running)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        seen = [next(running) for _ in range(50)]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    running.close()
+    assert all(sum(map(len, r.emitted)) >= 2 for r in seen)
+    assert [len(t) for t in s.tokens] == (s.cache.lengths + 1).tolist(), "host and device agree where decoding stopped"
