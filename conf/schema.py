@@ -83,7 +83,7 @@ def find_policies(where: object) -> list[Policy]:
     if not path.exists() and "/" not in where and named.exists():
         return [load_policy(named)]
     if not path.exists():
-        names = ", ".join(sorted(p.stem for p in BUILTIN.glob("*.yaml")))
+        names = ", ".join(sorted((p.stem for p in BUILTIN.glob("*.yaml")), key=lambda name: (name != "plain", name)))
         raise UserError(f"no policy {where!r}", f"give a policy file, a directory, or one of {names}")
     return [load_policy(path)]
 
