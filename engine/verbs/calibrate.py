@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
+from rich.markup import escape
 from rich.table import Table
 
 from specdial.engine.acceptance import JUDGED, SAID, Acceptance
@@ -253,7 +254,7 @@ def _policy(s: Settings, drafter: Drafter, k: int, budget: int) -> Policy:
 def _print(out: Path, job: Job, rows: list[dict[str, Any]], s: Settings) -> None:
     said = (" (random weights)" if job.model.random else "") + (SAID if s.acceptance else "")
     title = f"costs {out}: {job.name}{said}, median [p10, p90] in ms"
-    table = Table(title=title, title_justify="left")
+    table = Table(title=escape(title), title_justify="left")
     for column in ("op", "drafter", "context", "batch", "k", "budget", "ms", "p10", "p90", "GB/s"):
         table.add_column(column, justify="left" if column in ("op", "drafter") else "right")
     for row in sorted(rows, key=lambda r: tuple(r[name] for name in ORDER)):

@@ -188,5 +188,5 @@ def test_a_validation_is_marked_and_compares_no_text(shared, tmp_path, capsys):
 def test_costs_are_marked(shared, tmp_path, capsys):
     sizes = {"contexts": [64], "ks": [0, 3], "budgets": [40], "repeats": 3, "draft_kv": KV}
     calibrate.run({**shared, **sizes, "acceptance": {"mean": 2.0}, "out": str(tmp_path / "c")})
-    assert MARK in unwrapped(capsys.readouterr().out)
+    assert f"{MARK}, median [p10, p90] in ms" in unwrapped(capsys.readouterr().out)
     assert read_costs(tmp_path / "c").meta["acceptance"] == {"synthetic": [], "mean": 2.0}
