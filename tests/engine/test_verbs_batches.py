@@ -88,6 +88,27 @@ def test_rounds_are_those_of_fresh_sequences(settings, batch):
     assert len(made) == (1 if batch == 1 else 2)
 
 
+def test_what_drafters_keep_is_that_of_fresh_sequences(settings, tiny_checkpoint):
+    """Page summaries and a draft model's keys are of the document that is there now."""
+    target, draft = (str(tiny_checkpoint("llama", head_dim=64, seed=seed)) for seed in (0, 1))
+    fixed = {"kind": "fixed", "k": 3}
+    pages = {"budget": 48, "sink": 2, "recent": 16, "page": 16}
+    policies = [
+        policy_from_mapping({"name": "quest", "drafter": {"kind": "quest"}, "controller": fixed, "draft_kv": pages}),
+        policy_from_mapping({"name": "small", "drafter": {"kind": "model", "model": draft}, "controller": fixed}),
+        policy_from_mapping({"name": "lookup", "drafter": {"kind": "lookup"}, "controller": fixed}),
+    ]
+    job = load_job(ModelSettings(**{**settings["model"], "source": target}), settings["workload"])
+    longest = max(len(d.prompt_ids) + d.new_tokens for d in job.documents)
+    reused = Batches(job, policies)
+    for group in (job.documents[:2], job.documents[2:4]):
+        fresh = job.sequences(group, policies, room_tokens=longest)
+        for policy in policies:
+            numbers = [d.index for d in group]
+            ours, theirs = (told(s, policy, Sampling(), numbers) for s in (reused.prefilled(group), fresh))
+            assert ours == theirs
+
+
 def test_a_recording_is_that_of_fresh_sequences(settings, tmp_path, monkeypatch):
     job = {**settings, "batch": 2, "policy": {"controller": {"kind": "rate", "gamma": 0.2}, "draft_kv": KV}}
     record.run({**job, "out": str(tmp_path / "reused")})
