@@ -8,12 +8,12 @@ time that a drafter without history does not spend.
 
 import gc
 import time
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 from rich.markup import escape
@@ -64,15 +64,18 @@ class Settings:
         return (GPU_ROUNDS + 2) * (max(self.ks) + 1)
 
 
-def run(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Measure and write the cost table into `out`, or show the one it holds. Returns the number of rows."""
+def run(settings: Mapping[str, Any], job: Job | None = None) -> dict[str, Any]:
+    """Measure and write the cost table into `out`, or show the one it holds. Returns the number of rows.
+
+    job: a loaded model and its documents, instead of those that the settings name; the first one is timed.
+    """
     s = parse(Settings, settings)
     if not (s.contexts and s.batches and s.ks and s.budgets):
         raise UserError("contexts, batches, ks and budgets must not be empty", "name at least one value of each")
     plans = _plans(s)
     workload = {**s.workload, "context_tokens": max(s.contexts), "documents": 3, "new_tokens": s.new_tokens}
     workload["keep_short"] = False  # a shorter prompt would be timed as a longer one
-    job = load_job(s.model, workload, "train")
+    job = load_job(s.model, workload, "train") if job is None else _timed_document(job, s)
     job.model.config.check_context(max(s.contexts) + s.new_tokens)
     out = Path(s.out)
     here = hardware(job.model.decoder.device)
@@ -103,6 +106,15 @@ def run(settings: Mapping[str, Any]) -> dict[str, Any]:
     )
     _print(out, job, rows, s)
     return {"out": str(out), "rows": len(rows)}
+
+
+def _timed_document(job: Job, s: Settings) -> Job:
+    """The same job with its first document alone, cut at the longest context, and room behind it."""
+    first, longest = job.documents[0], max(s.contexts)
+    if len(first.prompt_ids) < longest:  # a shorter prompt would be timed as a longer one
+        raise UserError(f"{first.name} has {len(first.prompt_ids)} tokens, contexts go up to {longest}", "lower them")
+    cut = replace(first, prompt_ids=first.prompt_ids[:longest], new_tokens=s.new_tokens)
+    return replace(job, documents=[cut])
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +199,7 @@ class _Bench:
         numbers = list(range(self.sequences.batch))
         decoding = Decoding(self.sequences, policy, Sampling(), numbers, synthetic=synthetic)
         if self.sequences.graphs.enabled:
-            with closing(cast(Generator[Round, None, None], decoding.rounds())) as rounds:
+            with closing(decoding.rounds()) as rounds:
                 return list(islice(rounds, GPU_ROUNDS))[1:]
         started_s = time.perf_counter()
         r = decoding.decode_round()

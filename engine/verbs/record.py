@@ -45,8 +45,11 @@ class Settings:
     acceptance: Acceptance = field(default=JUDGED, metadata={"later": True})
 
 
-def run(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Record a trace into `out`, or resume one. Returns the number of documents, rounds and tokens in it."""
+def run(settings: Mapping[str, Any], job: Job | None = None) -> dict[str, Any]:
+    """Record a trace into `out`, or resume one. Returns the number of documents, rounds and tokens in it.
+
+    job: a loaded model and its documents, instead of those that the settings name.
+    """
     s = parse(Settings, settings)
     policy = policy_from_mapping(s.policy, "policy")
     arms, synthetic = _arms(s, policy), s.acceptance.of_one(policy)
@@ -54,7 +57,7 @@ def run(settings: Mapping[str, Any]) -> dict[str, Any]:
     decoded = [policy, widest] if s.dense else [policy]
     drafter = policy.drafter if policy.k_max else widest.drafter
     history_spec(decoded)
-    job = load_job(s.model, s.workload, s.split, policies=decoded)
+    job = job or load_job(s.model, s.workload, s.split, policies=decoded)
     out = Path(s.out)
     claim_directory(out, "record", to_plain(s))
     writer = TraceWriter(

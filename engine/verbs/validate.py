@@ -69,8 +69,11 @@ class Measured:
         return np.array([np.median(t) for t in self.times_us])
 
 
-def run(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Measure, compare with the predictions, write validation.json and policies with `measured` filled in."""
+def run(settings: Mapping[str, Any], job: Job | None = None) -> dict[str, Any]:
+    """Measure, compare with the predictions, write validation.json and policies with `measured` filled in.
+
+    job: a loaded model and its documents, instead of those that the settings name.
+    """
     s = parse(Settings, settings)
     policies = [policy_from_mapping(p, f"policies[{i}]") for i, p in enumerate(s.policies)]
     if not policies:
@@ -81,7 +84,7 @@ def run(settings: Mapping[str, Any]) -> dict[str, Any]:
     if all(policy.k_max == 0 for policy in policies):
         s.acceptance.of_one(policies[0])
     history_spec(policies)
-    job = load_job(s.model, s.workload, s.split, policies=policies)
+    job = job or load_job(s.model, s.workload, s.split, policies=policies)
     for policy in policies:
         _check_model(policy, job)
     out = Path(s.out)
