@@ -116,7 +116,10 @@ class History:
 
     def save(self) -> None:
         """Remember the present state for `restore`."""
-        self._saved = (self.ring.clone(), self._scores.clone())
+        if self._saved is None:
+            self._saved = (torch.empty_like(self.ring), torch.empty_like(self._scores))
+        self._saved[0].copy_(self.ring)
+        self._saved[1].copy_(self._scores)
 
     def restore(self) -> None:
         """Back to the saved state."""

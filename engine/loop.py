@@ -8,7 +8,7 @@ their padding drafts are never accepted. Leaves out everything around the round:
 (recorder), which documents and which policy (the verbs).
 """
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from dataclasses import dataclass
 from functools import partial
 
@@ -101,7 +101,7 @@ class Decoding:
         if furthest > sequences.cache.capacity_tokens:
             raise ValueError(f"sequences may reach {furthest} keys, capacity is {sequences.cache.capacity_tokens}")
 
-    def rounds(self) -> Iterator[Round]:
+    def rounds(self) -> Generator[Round, None, None]:
         """Decode until every sequence is done."""
         waiting: list[Launched] = []
         try:

@@ -24,6 +24,21 @@ def load_costs(path: str | None, trace: Trace) -> CostModel:
     return CostModel.from_table(table)
 
 
+def caveats(trace: Trace, costs: CostModel) -> list[str]:
+    """What any result of these must say: random weights, acceptance that was set instead of found."""
+    known = {
+        "random weights": trace.meta["model"].get("random") or costs.meta.get("model", {}).get("random"),
+        "synthetic acceptance": trace.meta.get("synthetic_acceptance"),
+        "costs under synthetic acceptance": costs.meta.get("acceptance"),
+    }
+    return [words for words, holds in known.items() if holds]
+
+
+def marked(title: str, words: list[str]) -> str:
+    """A table's title with its caveats."""
+    return f"{title} ({', '.join(words)})" if words else title
+
+
 def trace_digest(trace: Trace) -> str:
     """sha256 of what was recorded: settings, output tokens, matches. When and where it was started does not count."""
     hashed = hashlib.sha256()

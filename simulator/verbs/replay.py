@@ -14,7 +14,7 @@ from specdial.simulator.costs import CostModel
 from specdial.simulator.crossover import Corner, crossover_surface
 from specdial.simulator.inversion import Inversion, inversion_table
 from specdial.simulator.lanes import Record, read_record
-from specdial.simulator.load import load_costs, trace_digest
+from specdial.simulator.load import caveats, load_costs, marked, trace_digest
 from specdial.simulator.outcome import Outcome
 from specdial.simulator.replay import replay
 from specdial.simulator.tables import print_costs, print_inversion, print_outcomes, print_surface
@@ -71,7 +71,8 @@ def run(settings: dict[str, Any]) -> dict[str, Any]:
     surface = crossover_surface(record, costs, contexts, costs.batches(), s.split) if s.inversion else []
     result = _Result(record, costs, outcomes, inversions, surface)
     if outcomes:
-        print_outcomes(outcomes, title=f"replay of {record.trace.path.name}, split {s.split or 'all'}, batch {s.batch}")
+        title = f"replay of {record.trace.path.name}, split {s.split or 'all'}, batch {s.batch}"
+        print_outcomes(outcomes, marked(title, caveats(record.trace, costs)))
     if inversions:
         print_inversion(inversions)
         print_surface(surface)
@@ -105,6 +106,7 @@ def _document(s: Settings, result: _Result) -> dict[str, Any]:
         "schema": SCHEMA,
         "trace_digest": trace_digest(result.record.trace),
         "model": meta["model"],
+        "caveats": caveats(result.record.trace, result.costs),
         "hardware": result.costs.meta.get("hardware"),
         "costs": result.costs.source,
         "plain_gbps": result.costs.plain_gbps,

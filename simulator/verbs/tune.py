@@ -15,7 +15,7 @@ from specdial.simulator.check import AcceptanceCheck, check_acceptance
 from specdial.simulator.choice import Choice, choose
 from specdial.simulator.costs import CostModel
 from specdial.simulator.lanes import Record, read_record
-from specdial.simulator.load import load_costs, trace_digest
+from specdial.simulator.load import caveats, load_costs, marked, trace_digest
 from specdial.simulator.outcome import Outcome
 from specdial.simulator.replay import replay
 from specdial.simulator.search import Evaluate, Found, Sampler, fixed_points, search
@@ -61,7 +61,8 @@ def run(settings: dict[str, Any]) -> dict[str, Any]:
     choice = choose(job.space, found, _evaluate(job, job.select_split, s.bootstrap))
     check = check_acceptance(job.record, "train", job.select_split, s.seed)
     expected = _write(job, found, choice, check)
-    print_choice(choice, f"tuned on train, selected on {job.select_split}: {found.trials} trials, {found.sampler}")
+    title = f"tuned on train, selected on {job.select_split}: {found.trials} trials, {found.sampler}"
+    print_choice(choice, marked(title, caveats(job.record.trace, job.costs)))
     print_acceptance(check)
     print_costs(job.costs)
     return {
@@ -144,6 +145,7 @@ def expected_block(job: _Run, outcome: Outcome, digest: str) -> dict[str, Any]:
         "trace_digest": digest,
         "hardware": job.costs.meta.get("hardware"),
         "costs": "cost table" if job.settings.costs else "the trace's own rounds",
+        "caveats": caveats(job.record.trace, job.costs),
     }
 
 
@@ -173,6 +175,7 @@ def _study(job: _Run, found: Found, choice: Choice, files: list[str]) -> dict[st
         "schema": SCHEMA,
         "trace_digest": trace_digest(job.record.trace),
         "model": job.record.trace.meta["model"],
+        "caveats": caveats(job.record.trace, job.costs),
         "hardware": job.costs.meta.get("hardware"),
         "settings": to_plain(job.settings),
         "plain_gbps": job.costs.plain_gbps,

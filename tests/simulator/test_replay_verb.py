@@ -1,6 +1,7 @@
 """The replay verb: numbers out, files whole, mistakes named."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -37,6 +38,17 @@ def test_it_returns_and_writes_the_same_numbers(settings, tmp_path, capsys):
     printed = capsys.readouterr().out
     assert "four" in printed
     assert "lossless" in printed
+
+
+def test_what_was_not_real_is_said_with_every_result(settings, tmp_path, capsys):
+    """The synthetic trace has random weights; acceptance that was set is said too, by trace and by cost table."""
+    for place, key, value in (("trace", "synthetic_acceptance", [0.9]), ("costs", "acceptance", {"mean": 3.0})):
+        meta = Path(settings[place]) / "meta.json"
+        meta.write_text(json.dumps({**json.loads(meta.read_text()), key: value}))
+    run({**settings, "out": str(tmp_path / "out")})
+    words = ["random weights", "synthetic acceptance", "costs under synthetic acceptance"]
+    assert json.loads((tmp_path / "out" / "replay.json").read_text())["caveats"] == words
+    assert ", ".join(words) in " ".join(capsys.readouterr().out.split())
 
 
 def test_a_second_run_elsewhere_configured_does_not_overwrite(settings, tmp_path):
