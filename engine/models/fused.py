@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypedDict
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +15,16 @@ from torch import Tensor
 
 from specdial.engine.models.decoder import AttendCached, CacheOf, Decoder
 from specdial.kernels import Backend
-from specdial.kernels.linear import LinearWorkspace, Quantised, linear, quantise
+from specdial.kernels.linear import (
+    LinearWorkspace,
+    Prepared,
+    Quantised,
+    linear,
+    linear_gated,
+    linear_into_norm,
+    quantise,
+)
+from specdial.kernels.norm import add_rms_norm
 from specdial.kernels.rope_cache import rope_and_cache
 
 
@@ -26,6 +36,13 @@ class Products:
     out: Tensor | Quantised
     gate_up: Tensor | Quantised
     down: Tensor | Quantised
+
+
+class Shared(TypedDict):
+    """What every product of a step is told."""
+
+    backend: Backend
+    workspace: LinearWorkspace
 
 
 class FusedStep:
@@ -40,6 +57,7 @@ class FusedStep:
             for layer in decoder.layers
         ]
         self._head = make(decoder.head)
+        self._narrow = float8 and decoder.dtype == torch.bfloat16
         self._workspace = LinearWorkspace.allocate(decoder.device)
 
     @torch.inference_mode()
@@ -48,25 +66,19 @@ class FusedStep:
     ) -> Tensor:
         """[B, T, V] float32 of tokens [B, T] at positions lengths[b] + t, keys and values written into `cache`."""
         d, c = self.decoder, self.decoder.config
+        shared: Shared = {"backend": backend, "workspace": self._workspace}
         cos, sin = d.angles(cache(0)[0].shape[2])
         h = F.embedding(tokens, d.embedding)  # [B, T, hidden], the residual stream, changed in place
-        for index, (layer, products) in enumerate(zip(d.layers, self._products)):
-            qkv = linear(
-                h, products.qkv, bias=layer.qkv_bias, norm=layer.attention_norm, eps=c.norm_eps, backend=backend,
-                workspace=self._workspace,
-            )  # fmt: skip
+        x: Tensor | Prepared = add_rms_norm(h, None, d.layers[0].attention_norm, c.norm_eps, backend=backend)[0]
+        norms_after = [*(layer.attention_norm for layer in d.layers[1:]), d.norm]
+        for index, (layer, products, norm_after) in enumerate(zip(d.layers, self._products, norms_after)):
+            qkv = linear(x, products.qkv, bias=layer.qkv_bias, eps=c.norm_eps, out_dtype=d.dtype, **shared)
             q = rope_and_cache(
                 qkv, lengths, *cache(index), cos=cos, sin=sin, backend=backend, q_norm=layer.q_norm,
                 k_norm=layer.k_norm, eps=c.norm_eps,
             )  # fmt: skip
-            mixed = attend(index, q).flatten(-2)
-            linear(mixed, products.out, residual=h, backend=backend, workspace=self._workspace)
-            active = linear(
-                h, products.gate_up, norm=layer.mlp_norm, eps=c.norm_eps, gated=True, backend=backend,
-                workspace=self._workspace,
-            )  # fmt: skip
-            linear(active, products.down, residual=h, backend=backend, workspace=self._workspace)
-        return linear(
-            h, self._head, norm=d.norm, eps=c.norm_eps, out_dtype=torch.float32, backend=backend,
-            workspace=self._workspace,
-        )  # fmt: skip
+            mixed = attend(index, q).flatten(-2)  # [B, T, H D]
+            x = linear_into_norm(mixed, products.out, residual=h, norm=layer.mlp_norm, narrow=self._narrow, **shared)
+            active = linear_gated(x, products.gate_up, eps=c.norm_eps, **shared)
+            x = linear_into_norm(active, products.down, residual=h, norm=norm_after, narrow=self._narrow, **shared)
+        return linear(x, self._head, eps=c.norm_eps, out_dtype=torch.float32, **shared)

@@ -1,4 +1,4 @@
-"""A decoder's matrix product of few rows, with everything around it: norm before, bias, gate or residual after.
+"""A decoder's matrix products of few rows, with everything around them: norm, bias, gate, residual.
 
 Leaves out many rows: a prefill's product is bound by arithmetic, and torch's own does it.
 """
@@ -8,103 +8,141 @@ import torch
 from specdial.kernels import Backend
 from specdial.kernels.checks import FLOATS, check_backend, check_device, check_dtype, check_shape
 from specdial.kernels.linear.plan import MAX_ROWS
+from specdial.kernels.linear.prepared import Prepared
 from specdial.kernels.linear.quantised import FLOAT8, Quantised, quantise
-from specdial.kernels.linear.reference import linear_reference
+from specdial.kernels.linear.reference import linear_gated_reference, linear_into_norm_reference, linear_reference
 from specdial.kernels.linear.workspace import LinearWorkspace
 
-__all__ = ["MAX_ROWS", "LinearWorkspace", "Quantised", "linear", "quantise"]
+__all__ = [
+    "MAX_ROWS", "LinearWorkspace", "Prepared", "Quantised", "linear", "linear_gated", "linear_into_norm", "quantise",
+]  # fmt: skip
 
 
 def linear(
-    x: torch.Tensor,
+    x: torch.Tensor | Prepared,
     weight: torch.Tensor | Quantised,
     *,
     bias: torch.Tensor | None = None,
-    norm: torch.Tensor | None = None,
     eps: float = 0.0,
-    residual: torch.Tensor | None = None,
-    gated: bool = False,
     out_dtype: torch.dtype | None = None,
     backend: Backend,
     workspace: LinearWorkspace | None = None,
 ) -> torch.Tensor:
-    """weight @ x for each row of x, [..., N], with what a decoder does around it.
+    """weight @ x + bias for each row of x, [..., N] in out_dtype, by default that of x's values.
 
-    x: [..., K] contiguous, 1 to MAX_ROWS rows for backend "triton"; weight: [N, K] contiguous, in x's dtype or
-    `Quantised`. In this order:
-    norm [K]: x becomes norm * x / rms(x) first, with eps in the root, as `add_rms_norm` does;
-    bias [N] is added to the product;
-    gated: weight is gate rows, then as many up rows; the result is silu(gate) * up, [..., N / 2];
-    residual [..., N], in x's dtype: the product, rounded to it, is added IN PLACE, and residual itself is returned.
-    out_dtype: of the result, x's by default; torch.float32 leaves the sums unrounded.
+    x: [..., K], its values contiguous, 1 to MAX_ROWS rows for backend "triton"; weight: [N, K] contiguous, in x's dtype
+    or `Quantised`; bias: [N]. eps belongs to the norm that x has been prepared for, and is not used otherwise.
 
-    Sums are in float32. Backend "triton" rounds less than "reference" does: neither the normalised x nor gate and up
-    are rounded to a 16-bit dtype on their own. On a device with early launch it reads weight, its scale and nothing
-    else while the kernel before it may still run: they are constants, not that kernel's output.
+    Sums are in float32, and so is everything up to the one rounding of the result. On a device with early launch parts
+    of the weights move to the L2 cache while the kernel before may still run; nothing is read before its end.
     workspace: reused between calls of backend "triton" (one stream at a time); without one, a call that splits K
-    allocates and clears its own.
-    Raises ValueError on a wrong shape, dtype, device, stride or backend, for gated with bias or residual, and when
-    residual is x.
+    allocates and clears its own. This paragraph holds for every function here.
+    Raises ValueError on a wrong shape, dtype, device, stride or backend.
     """
-    _check(x, weight, bias=bias, norm=norm, residual=residual, gated=gated, out_dtype=out_dtype)
-    check_backend(backend, x.device)
+    x = _checked(x, weight, backend)
+    out_dtype = out_dtype or x.values.dtype
+    if out_dtype not in FLOATS:
+        raise ValueError(f"out_dtype is {out_dtype}, expected one of {', '.join(map(str, FLOATS))}")
+    if bias is not None:
+        _check_dense("bias", bias, (_columns(weight),), FLOATS, x.values.device)
     if backend == "reference":
-        return linear_reference(
-            x, weight, bias=bias, norm=norm, eps=eps, residual=residual, gated=gated, out_dtype=out_dtype
-        )
-    rows = x.numel() // x.shape[-1]
-    if rows > MAX_ROWS:
-        raise ValueError(f'x {list(x.shape)} has {rows} rows, backend "triton" takes up to {MAX_ROWS}')
+        return linear_reference(x, weight, bias=bias, eps=eps, out_dtype=out_dtype)
     from specdial.kernels.linear.launch import linear_triton
 
-    return linear_triton(
-        x, weight, bias=bias, norm=norm, eps=eps, residual=residual, gated=gated, out_dtype=out_dtype,
-        workspace=workspace,
-    )  # fmt: skip
+    return linear_triton(x, weight, bias=bias, eps=eps, out_dtype=out_dtype, workspace=workspace)
 
 
-def _check(
-    x: torch.Tensor,
+def linear_gated(
+    x: torch.Tensor | Prepared,
     weight: torch.Tensor | Quantised,
     *,
-    bias: torch.Tensor | None,
-    norm: torch.Tensor | None,
-    residual: torch.Tensor | None,
-    gated: bool,
-    out_dtype: torch.dtype | None,
-) -> None:
-    """Raise ValueError unless the arguments fit together."""
-    values = weight.values if isinstance(weight, Quantised) else weight
-    if x.dim() == 0 or x.numel() == 0:
-        raise ValueError(f"x has shape {list(x.shape)}, expected [..., K] with at least one row")
-    K = x.shape[-1]
-    check_shape("weight", values, (None, K))
-    N = values.shape[0]
-    check_dtype("x", x, FLOATS)
-    check_dtype("weight", values, (FLOAT8,) if isinstance(weight, Quantised) else (x.dtype,))
-    others: dict[str, torch.Tensor | None] = {"weight": values, "bias": bias, "norm": norm, "residual": residual}
-    if isinstance(weight, Quantised):
-        check_shape("scale", weight.scale, (N,))
-        check_dtype("scale", weight.scale, (torch.float32,))
-        others["scale"] = weight.scale
-    for name, tensor, shape in (
-        ("bias", bias, (N,)), ("norm", norm, (K,)), ("residual", residual, (*x.shape[:-1], N)),
-    ):  # fmt: skip
-        if tensor is not None:
-            check_shape(name, tensor, shape)
-            check_dtype(name, tensor, (x.dtype,))
-    for name, tensor in {"x": x, **others}.items():
-        if tensor is not None:
-            check_device(name, tensor, x.device)
-            if not tensor.is_contiguous():
-                raise ValueError(
-                    f"{name} {list(tensor.shape)} has strides {list(tensor.stride())}, expected contiguous"
-                )
-    if N == 0 or (gated and N % 2):
-        raise ValueError(f"weight has shape {list(values.shape)}, expected some rows, an even number of them if gated")
-    if gated and (bias is not None or residual is not None):
-        raise ValueError("a gated product takes neither bias nor residual")
-    if residual is not None and residual.data_ptr() == x.data_ptr():
+    eps: float = 0.0,
+    backend: Backend,
+    workspace: LinearWorkspace | None = None,
+) -> Prepared:
+    """silu(gate) * up, [..., N / 2], of weight @ x: weight is gate rows, then as many up rows. See `linear`.
+
+    The values have x's dtype; float16 ones are shrunk.
+    """
+    x = _checked(x, weight, backend)
+    if _columns(weight) % 2:
+        raise ValueError(f"weight has {_columns(weight)} rows, expected gate rows and as many up rows")
+    if backend == "reference":
+        return linear_gated_reference(x, weight, eps=eps)
+    from specdial.kernels.linear.launch import linear_gated_triton
+
+    return linear_gated_triton(x, weight, eps=eps, workspace=workspace)
+
+
+def linear_into_norm(
+    x: torch.Tensor | Prepared,
+    weight: torch.Tensor | Quantised,
+    *,
+    residual: torch.Tensor,
+    norm: torch.Tensor,
+    narrow: bool = False,
+    backend: Backend,
+    workspace: LinearWorkspace | None = None,
+) -> Prepared:
+    """h = residual + weight @ x, and what the next product needs of norm * h / rms(h). See `linear`.
+
+    residual: [..., N], overwritten IN PLACE by h; the product is rounded to its dtype before it is added. norm: [N], in
+    residual's dtype. x: as `linear` takes it, not itself on its way through a norm.
+    The values returned are a new tensor in residual's dtype, or in float16 if narrow: which float8 weights want, they
+    become float16 in one instruction where bfloat16 takes five. Float16 values are shrunk.
+    Raises ValueError as `linear` does, and when residual is x.
+    """
+    x = _checked(x, weight, backend)
+    if x.squares is not None:
+        raise ValueError("x is on its way through a norm, expected rows that are finished")
+    _check_dense("residual", residual, (*x.values.shape[:-1], _columns(weight)), FLOATS, x.values.device)
+    _check_dense("norm", norm, (_columns(weight),), (residual.dtype,), x.values.device)
+    if residual.data_ptr() == x.values.data_ptr():
         raise ValueError("residual is x itself, expected two tensors: residual is overwritten")
-    if out_dtype not in (None, x.dtype, torch.float32) or (residual is not None and out_dtype not in (None, x.dtype)):
-        raise ValueError(f"out_dtype is {out_dtype}, expected x's, or torch.float32 where there is no residual")
+    dtype = torch.float16 if narrow else residual.dtype
+    if backend == "reference":
+        return linear_into_norm_reference(x, weight, residual=residual, norm=norm, dtype=dtype)
+    from specdial.kernels.linear.launch import linear_into_norm_triton
+
+    return linear_into_norm_triton(x, weight, residual=residual, norm=norm, dtype=dtype, workspace=workspace)
+
+
+def _checked(x: torch.Tensor | Prepared, weight: torch.Tensor | Quantised, backend: Backend) -> Prepared:
+    """x as rows for a product with this weight. Raises ValueError unless they fit together."""
+    rows = x if isinstance(x, Prepared) else Prepared(x)
+    values, matrix = rows.values, weight.values if isinstance(weight, Quantised) else weight
+    if values.dim() == 0 or values.numel() == 0:
+        raise ValueError(f"x has shape {list(values.shape)}, expected [..., K] with at least one row")
+    count = values.numel() // values.shape[-1]
+    _check_dense("x", values, tuple(values.shape), FLOATS, values.device)
+    if rows.shrink <= 0:
+        raise ValueError(f"x has shrink {rows.shrink}, expected a positive factor")
+    if rows.squares is not None:
+        _check_dense("squares", rows.squares, (None, count), (torch.float32,), values.device)
+        if rows.squares.shape[0] == 0:
+            raise ValueError(f"squares has shape {list(rows.squares.shape)}, expected at least one part")
+    dtypes = (FLOAT8,) if isinstance(weight, Quantised) else (values.dtype,)
+    _check_dense("weight", matrix, (None, values.shape[-1]), dtypes, values.device)
+    if matrix.shape[0] == 0:
+        raise ValueError(f"weight has shape {list(matrix.shape)}, expected some rows")
+    if isinstance(weight, Quantised):
+        _check_dense("scale", weight.scale, (matrix.shape[0],), (torch.float32,), values.device)
+    check_backend(backend, values.device)
+    if backend == "triton" and count > MAX_ROWS:
+        raise ValueError(f'x {list(values.shape)} has {count} rows, backend "triton" takes up to {MAX_ROWS}')
+    return rows
+
+
+def _columns(weight: torch.Tensor | Quantised) -> int:
+    return (weight.values if isinstance(weight, Quantised) else weight).shape[0]
+
+
+def _check_dense(
+    name: str, tensor: torch.Tensor, shape: tuple[int | None, ...], dtypes: tuple[torch.dtype, ...],
+    device: torch.device,
+) -> None:  # fmt: skip
+    check_shape(name, tensor, shape)
+    check_dtype(name, tensor, dtypes)
+    check_device(name, tensor, device)
+    if not tensor.is_contiguous():
+        raise ValueError(f"{name} {list(tensor.shape)} has strides {list(tensor.stride())}, expected contiguous")

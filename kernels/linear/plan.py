@@ -1,4 +1,7 @@
-"""Launch shapes of the skinny product: how much of the weights a program takes, and how much it keeps in flight."""
+"""Launch shapes of the skinny product: how much of the weights a program takes, and how much it keeps in flight.
+
+The constants are the best of sweeps on one H200, over the products of a 1.5B decoder at 1, 16 and 64 rows.
+"""
 
 import functools
 import math
@@ -6,13 +9,35 @@ from dataclasses import dataclass, replace
 
 MAX_ROWS = 64
 TILE_ROWS = 64  # left rows of one warpgroup instruction: weight rows times fold
-SHARED_BYTES = 112 << 10  # of a program: two of them, or one and the next kernel's, share a multiprocessor
-IN_FLIGHT_BYTES = 64 << 10  # of weights on their way to a multiprocessor: memory's latency times its share of the rate
-STEP_BYTES = 16 << 10  # of weights in one step
-PREFETCH_BYTES = 16 << 20  # of one product's weights: what memory delivers in the 4 us between two kernels' loops
+SHARED_BYTES = 112 << 10  # of a program, two of them on a multiprocessor
+LONE_BYTES = 150 << 10  # of a program that has one to itself; the next kernel's small ones fit beside it
+LEAST_COLUMNS = 8  # of a program
+X_BYTES = 2  # of an element of x
+SMALL_FRAC = 1 / 8  # of the weights' traffic, for x
 ENOUGH_FRAC = 0.7  # of the multiprocessors saturate memory: fewer programs are worth a smaller tile or a split
+UNEVEN = 1.5  # tiles of the busiest multiprocessor, over the mean, that are worth a smaller tile
+LONG_ROW_BYTES = 4 << 10  # of weights: a split's meeting costs more than the traffic that taller tiles save below it
 MOST_SPLITS = 16
-STAGES = range(2, 8)
+LARGE_BYTES = 16 << 20  # of a product's weights: prefetched while another kernel runs, more of them do harm
+PREFETCH_BYTES = 32 << 10  # of a program
+MOST_STAGES = 6
+
+
+@dataclass(frozen=True, slots=True)
+class Pipeline:
+    """What suits weights of one width: of a step and of a multiprocessor, and the least of stages."""
+
+    short_step_bytes: int  # of weights, for tiles with a fold
+    tall_step_bytes: int  # without one
+    least_part: int  # elements of a weight row in a step
+    in_flight_bytes: int  # of weights on their way to a multiprocessor
+    least_stages: int
+
+
+PIPELINES = {  # by bytes of a weight; float8 is converted in registers, which likes long rows and few stages
+    1: Pipeline(8 << 10, 16 << 10, least_part=128, in_flight_bytes=24 << 10, least_stages=3),
+    2: Pipeline(8 << 10, 16 << 10, least_part=32, in_flight_bytes=40 << 10, least_stages=4),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,8 +46,7 @@ class LinearConfig:
 
     block_n: output columns of a program; block_m: padded rows; block_k: elements of a weight row in a step; fold: parts
     that a step of a weight row is cut into; splits: programs that share a tile's K; prefetch_bytes: weights that a
-    program asks the L2 cache for ahead of its turn; keep: they outlive streamed lines there; late: the next kernel
-    starts after the loop, not before it.
+    program asks the L2 cache for ahead of its turn.
     """
 
     block_n: int
@@ -33,52 +57,79 @@ class LinearConfig:
     warps: int
     stages: int
     prefetch_bytes: int
-    keep: bool = True
-    late: bool = False
 
-    def shared_bytes(self, item_bytes: int, *, gated: bool, normed: bool, x_bytes: int = 2) -> int:
-        """Shared memory of the pipeline's buffers, at most. With a fold the norm's weights take as much as x."""
-        weights = self.block_n * self.block_k * item_bytes * (2 if gated else 1)
-        columns = self.block_m * (2 if normed and self.fold > 1 else 1) + (1 if normed and self.fold == 1 else 0)
-        return self.stages * (weights + columns * self.block_k * x_bytes)
+    def step_bytes(self, item_bytes: int, *, gated: bool) -> int:
+        """Bytes of weights in a step."""
+        return self.block_n * self.block_k * item_bytes * (2 if gated else 1)
+
+    def shared_bytes(self, item_bytes: int, *, gated: bool) -> int:
+        """Shared memory of the pipeline's buffers, at most."""
+        return self.stages * (self.step_bytes(item_bytes, gated=gated) + self.block_m * self.block_k * X_BYTES)
 
 
 @functools.cache
-def plan(
-    N: int, K: int, rows: int, *, item_bytes: int, gated: bool = False, normed: bool = False, processors: int = 132
-) -> LinearConfig:
+def plan(N: int, K: int, rows: int, *, item_bytes: int, gated: bool = False, processors: int = 132) -> LinearConfig:
     """Launch shape for `rows` rows of x against N output columns (gated: 2 * N weight rows) of K weights each.
 
-    Tiles are as tall as still leave ENOUGH_FRAC of the multiprocessors with one; K is split where not even the
-    shortest tile does. A tile is no shorter than what keeps x's traffic from the L2 cache below that of the weights.
+    item_bytes: of a weight, as it is multiplied if that is in float32.
     """
-    matrices = 2 if gated else 1
-    block_m = max(4, 1 << (rows - 1).bit_length())
+    padded = max(4, 1 << (rows - 1).bit_length())
     if item_bytes == 4:  # for checking, not for speed
-        return LinearConfig(32, max(16, block_m), 32, 1, 1, 4, 2, 0)
-    shortest = min(TILE_ROWS, max(8, 2 * block_m // (item_bytes * (1 if normed else matrices))))
-    block_n = TILE_ROWS
-    while block_n > shortest and -(-N // block_n) < ENOUGH_FRAC * processors:
-        block_n //= 2
-    fold = TILE_ROWS // block_n
-    block_m = max(block_m, 16 // fold)  # 16 columns of the right operand are the compiler's least
-    tiles = -(-N // block_n)
-    block_k = STEP_BYTES // (block_n * item_bytes * matrices)
-    config = LinearConfig(block_n, block_m, block_k, fold, splits=1, warps=4, stages=4, prefetch_bytes=0)
-    while config.block_k > 64 * fold and (
-        config.shared_bytes(item_bytes, gated=gated, normed=normed) > SHARED_BYTES
+        return LinearConfig(32, max(16, padded), 32, 1, 1, 4, 2, 0)
+    block_n = _tile(N, K, rows, item_bytes=item_bytes, gated=gated, processors=processors)
+    fold, tiles = TILE_ROWS // block_n, -(-N // block_n)
+    block_m = max(padded, 16 // fold)  # 16 columns of the right operand are the compiler's least
+
+    pipeline, row_bytes = PIPELINES[item_bytes], item_bytes * (2 if gated else 1)
+    step_bytes = pipeline.short_step_bytes if fold > 1 else pipeline.tall_step_bytes
+    in_flight_bytes = pipeline.in_flight_bytes
+    if fold > 1 and 8 * rows <= block_n and block_n * K * row_bytes > 32 * step_bytes:  # a long way with little of x
+        step_bytes, in_flight_bytes = 2 * step_bytes, 2 * in_flight_bytes
+    part = max(pipeline.least_part, step_bytes // (TILE_ROWS * row_bytes))
+    config = LinearConfig(block_n, block_m, part * fold, fold, splits=1, warps=4, stages=3, prefetch_bytes=0)
+    while config.block_k > 32 * fold and (
+        config.shared_bytes(item_bytes, gated=gated) > SHARED_BYTES
         or -(-K // config.block_k) * config.block_k > 1.1 * K  # much of the last step would be masked
     ):
         config = replace(config, block_k=config.block_k // 2)
 
     steps = -(-K // config.block_k)
-    splits = 1 if tiles >= ENOUGH_FRAC * processors else max(1, min(processors // tiles, steps // 2, MOST_SPLITS))
+    splits = 1
+    if tiles < ENOUGH_FRAC * processors:
+        twice = item_bytes == 1 and fold > 1 and K > LONG_ROW_BYTES  # a second program overlaps with converting
+        splits = max(1, min(processors // tiles * (2 if twice else 1), steps // 2, MOST_SPLITS))
     steps_each = -(-steps // splits)
     splits = -(-steps // steps_each)  # no empty split
     programs_each = min(2.0, max(1.0, tiles * splits / processors))  # of a multiprocessor, at a time
-    wanted = 1 + math.ceil(IN_FLIGHT_BYTES / (programs_each * block_n * config.block_k * item_bytes * matrices))
-    room = SHARED_BYTES // replace(config, stages=1).shared_bytes(item_bytes, gated=gated, normed=normed)
-    stages = max(STAGES.start, min(wanted, room, steps_each + 1, STAGES.stop - 1))
-    slab_bytes = block_n * matrices * min(K, steps_each * config.block_k) * item_bytes
-    prefetch_bytes = min(slab_bytes, PREFETCH_BYTES // min(tiles * splits, 2 * processors))
+    most_bytes = SHARED_BYTES if programs_each > 1 else LONE_BYTES
+    wanted = 1 + math.ceil(in_flight_bytes / (programs_each * config.step_bytes(item_bytes, gated=gated)))
+    room = most_bytes // replace(config, stages=1).shared_bytes(item_bytes, gated=gated)
+    stages = max(2, min(max(wanted, pipeline.least_stages), MOST_STAGES, room, steps_each + 1))
+    slab_bytes = block_n * min(K, steps_each * config.block_k) * row_bytes
+    prefetch_bytes = min(slab_bytes, PREFETCH_BYTES) if N * K * row_bytes <= LARGE_BYTES else 0
     return replace(config, splits=splits, stages=stages, prefetch_bytes=prefetch_bytes)
+
+
+def _tile(N: int, K: int, rows: int, *, item_bytes: int, gated: bool, processors: int) -> int:
+    """Output columns of a program: as many as leave ENOUGH_FRAC of the multiprocessors with a tile.
+
+    But not so few that x's traffic from the L2 cache exceeds that of the weights (for short rows twice that): K is
+    split instead. Half as many where the tiles come out uneven and x is small beside them, or float8 is converted,
+    which a second program overlaps with.
+    """
+    matrices = 2 if gated else 1
+
+    def traffic(block_n: int) -> float:
+        return rows * X_BYTES / (block_n * matrices * item_bytes)
+
+    most_traffic = 2 if K * item_bytes <= LONG_ROW_BYTES else 1
+    block_n = TILE_ROWS
+    while block_n > LEAST_COLUMNS and -(-N // block_n) < ENOUGH_FRAC * processors:
+        if traffic(block_n // 2) > most_traffic:
+            return block_n
+        block_n //= 2
+    each = -(-N // block_n) / processors
+    small = traffic(block_n // 2) <= (1 if item_bytes == 1 else SMALL_FRAC)
+    if block_n > LEAST_COLUMNS and math.ceil(each) / each > UNEVEN and small:
+        block_n //= 2
+    return block_n

@@ -1,35 +1,45 @@
-"""A decoder's matrix product in plain torch: the specification of `linear`."""
+"""A decoder's matrix products in plain torch: the specification of `linear` and of what is fused to it."""
 
 import torch
 import torch.nn.functional as F
 
+from specdial.kernels.linear.prepared import Prepared, shrink_for
 from specdial.kernels.linear.quantised import Quantised
-from specdial.kernels.norm.reference import rms_norm_reference
-from specdial.kernels.swiglu.reference import swiglu_reference
 
 
 def linear_reference(
-    x: torch.Tensor,
-    weight: torch.Tensor | Quantised,
-    *,
-    bias: torch.Tensor | None = None,
-    norm: torch.Tensor | None = None,
-    eps: float = 0.0,
-    residual: torch.Tensor | None = None,
-    gated: bool = False,
-    out_dtype: torch.dtype | None = None,
+    x: Prepared, weight: torch.Tensor | Quantised, *, bias: torch.Tensor | None, eps: float, out_dtype: torch.dtype
 ) -> torch.Tensor:
     """See `linear`."""
-    if norm is not None:
-        x = rms_norm_reference(x, norm, eps)
-    dtype = out_dtype or x.dtype
-    if isinstance(weight, Quantised):  # float8 values are exact in float32, the scale is applied to the sum
-        product = F.linear(x.float(), weight.values.float()) * weight.scale
-        product = (product if bias is None else product + bias).to(dtype)
-    elif dtype != x.dtype:
-        product = F.linear(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
+    product = _product(x, weight, eps)
+    return (product if bias is None else product + bias).to(out_dtype)
+
+
+def linear_gated_reference(x: Prepared, weight: torch.Tensor | Quantised, *, eps: float) -> Prepared:
+    """See `linear_gated`."""
+    gate, up = _product(x, weight, eps).chunk(2, -1)  # [..., N / 2] each
+    shrink = shrink_for(x.values.dtype)
+    return Prepared((F.silu(gate) * up * shrink).to(x.values.dtype), shrink)
+
+
+def linear_into_norm_reference(
+    x: Prepared, weight: torch.Tensor | Quantised, *, residual: torch.Tensor, norm: torch.Tensor, dtype: torch.dtype
+) -> Prepared:
+    """See `linear_into_norm`; dtype: of the values."""
+    h = residual.add_(_product(x, weight, 0.0).to(residual.dtype)).float()  # [..., N]
+    shrink = shrink_for(dtype)
+    squares = h.square().sum(-1).reshape(1, -1)  # [1, rows]
+    return Prepared((h * norm.float() * shrink).to(dtype), shrink, squares)
+
+
+def _product(x: Prepared, weight: torch.Tensor | Quantised, eps: float) -> torch.Tensor:
+    """weight @ x, [..., N] float32. Float8 values are exact in float32, their scale is applied to the sum."""
+    wide = x.values.float() / x.shrink  # [..., K]
+    if isinstance(weight, Quantised):
+        product = F.linear(wide, weight.values.float()) * weight.scale
     else:
-        product = F.linear(x, weight, bias)
-    if gated:
-        return swiglu_reference(product)
-    return product if residual is None else residual.add_(product)
+        product = F.linear(wide, weight.float())
+    if x.squares is None:
+        return product
+    mean = x.squares.sum(0).view(wide.shape[:-1]) / wide.shape[-1]  # [...]
+    return product * torch.rsqrt(mean + eps)[..., None]

@@ -1,5 +1,9 @@
 """Skinny matrix product: the weights stream through once, everything a decoder does around the product is fused.
 
+Nothing in the loop touches x: it goes from memory to shared memory to the tensor cores. What would (a norm, a change of
+dtype) is done by the product that writes x, or to the sums after the loop. The exception is a bfloat16 x that meets
+float8 weights.
+
 acc[n, m] = W[n, :] @ x[m, :]. With FOLD > 1 a weight row of a tile is cut into FOLD parts that take up FOLD rows of the
 left operand, and the FOLD parts of x as many columns of the right one. The diagonal of the (part, part) blocks is the
 product, the rest is computed and dropped: a program keeps a full tensor-core tile with few weight rows, so that small
@@ -15,11 +19,10 @@ from specdial.kernels.full_attention.plan import await_previous
 
 @triton.jit
 def _prefetch(weight, tile, start, bytes_each, N, K: tl.constexpr, BLOCK_N: tl.constexpr, MATRICES: tl.constexpr,
-              KEEP: tl.constexpr, THREADS: tl.constexpr):  # fmt: skip
+              THREADS: tl.constexpr):  # fmt: skip
     """Ask the L2 cache for `bytes_each` bytes (a multiple of 16) from byte `start` of each of this tile's weight rows.
 
-    It waits for nothing. Threads share a row: one instruction each, so that none is repeated. KEEP: they outlive what
-    the kernel before streams through the cache, until they are read, which makes them ordinary lines again.
+    It waits for nothing. Threads share a row: one instruction each, so that none is repeated.
     """
     ROWS: tl.constexpr = BLOCK_N * MATRICES
     LANES: tl.constexpr = THREADS if THREADS > ROWS else ROWS
@@ -32,17 +35,10 @@ def _prefetch(weight, tile, start, bytes_each, N, K: tl.constexpr, BLOCK_N: tl.c
     size = tl.where(n < N, tl.minimum(piece, bytes_each - begin), 0)
     SIZE: tl.constexpr = weight.dtype.element_ty.primitive_bitwidth // 8
     address = weight.to(tl.int64) + (n + row // BLOCK_N * N).to(tl.int64) * (K * SIZE) + (start + begin)
-    if KEEP:
-        tl.inline_asm_elementwise(
-            "{ .reg .pred p; .reg .b64 last; setp.gt.s32 p, $2, 0; createpolicy.fractional.L2::evict_last.b64 last;"
-            " @p cp.async.bulk.prefetch.L2.global.L2::cache_hint [$1], $2, last; mov.u32 $0, 0; }",
-            "=r,l,r", [address, size], dtype=tl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
-    else:
-        tl.inline_asm_elementwise(
-            "{ .reg .pred p; setp.gt.s32 p, $2, 0; @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }",
-            "=r,l,r", [address, size], dtype=tl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
+    tl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.gt.s32 p, $2, 0; @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }",
+        "=r,l,r", [address, size], dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -54,41 +50,50 @@ def _unfold(acc, same, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, FOLD: tl.co
     return tl.sum(tl.reshape(tl.sum(kept, axis=1), [BLOCK_N, FOLD, BLOCK_M]), axis=1)
 
 
-@triton.jit(do_not_specialize=["rows", "prefetch_bytes"])
+@triton.jit
+def _squares(squares, start, m, rows, PARTS: tl.constexpr, CHUNK: tl.constexpr):
+    """[CHUNK, BLOCK_M] partial sums of squares from part `start`, zero past the parts and past the rows."""
+    t = start + tl.arange(0, CHUNK)[:, None]
+    return tl.load(squares + t * rows + m[None, :], mask=(t < PARTS) & (m < rows)[None, :], other=0.0)
+
+
+@triton.jit(do_not_specialize=["rows"])
 def linear_kernel(
-    x, weight, scale, bias, norm, residual, out, partials, arrivals, rows, prefetch_bytes, eps,
-    N: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
-    FOLD: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr, GATED: tl.constexpr, NORM: tl.constexpr,
-    BIAS: tl.constexpr, SCALED: tl.constexpr, RESIDUAL: tl.constexpr, HALF: tl.constexpr, SHRINK: tl.constexpr,
-    PREFETCH: tl.constexpr, KEEP: tl.constexpr, LATE: tl.constexpr, PRECISION: tl.constexpr, THREADS: tl.constexpr,
-    PDL: tl.constexpr,
+    x, weight, scale, bias, squares, residual, norm, out, squares_out, partials, arrivals, rows, eps, factor,
+    N: tl.constexpr, K: tl.constexpr, PARTS: tl.constexpr, CHUNK: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, FOLD: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr,
+    PREFETCH: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr, SCALED: tl.constexpr, INTO_NORM: tl.constexpr,
+    HALF: tl.constexpr, SHRINK: tl.constexpr, PRECISION: tl.constexpr, THREADS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Axis 0: (tile of BLOCK_N output columns, split of K). N counts output columns, GATED has 2 * N weight rows.
 
-    BLOCK_K: elements of a weight row in one step, all FOLD parts together. HALF: multiply in float16 whatever x is.
-    SHRINK: a power of two that keeps x * norm inside float16. PREFETCH: ask for prefetch_bytes of weights ahead of the
-    wait. LATE: let the next kernel start after the loop, not before it.
+    BLOCK_K: elements of a weight row in one step, all FOLD parts together. factor: of every sum. PARTS: of squares, 0
+    without a norm to finish; CHUNK of them are read at a time. PREFETCH: bytes of weights to ask for ahead of the wait.
+    INTO_NORM: h goes over residual, h * norm to out, sums of h^2 to squares_out. HALF: x becomes float16 times SHRINK
+    in the loop. Float16 results of GATED and INTO_NORM are multiplied by SHRINK.
     """
     KIND: tl.constexpr = tl.float16 if HALF else x.dtype.element_ty
     PART: tl.constexpr = BLOCK_K // FOLD
     STEPS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     EACH: tl.constexpr = (STEPS + SPLITS - 1) // SPLITS
     EVEN: tl.constexpr = K % BLOCK_K == 0
+    EARLY: tl.constexpr = PARTS > 0 and CHUNK >= PARTS
     tile = tl.program_id(0) // SPLITS
     split = tl.program_id(0) % SPLITS
     first = split * EACH
     last = tl.minimum(first + EACH, STEPS)
-    if PREFETCH:
+    if PREFETCH > 0:
         size: tl.constexpr = weight.dtype.element_ty.primitive_bitwidth // 8
         matrices: tl.constexpr = 2 if GATED else 1
         there = (tl.minimum(last * BLOCK_K, K) - first * BLOCK_K) * size
-        least = tl.minimum(there, prefetch_bytes // (BLOCK_N * matrices * 16) * 16)
-        _prefetch(weight, tile, first * BLOCK_K * size, least, N, K, BLOCK_N, matrices, KEEP, THREADS)
+        least = tl.minimum(there, PREFETCH // (BLOCK_N * matrices * 16) * 16)
+        _prefetch(weight, tile, first * BLOCK_K * size, least, N, K, BLOCK_N, matrices, THREADS)
 
     n = tile * BLOCK_N + tl.arange(0, BLOCK_N)  # [BN]
     n_used = n < N
     m = tl.arange(0, BLOCK_M)
-    m_used = m < rows
+    used = n_used[:, None] & (m < rows)[None, :]
+    place = m[None, :] * N + n[:, None]  # [BN, BM]
     r = tl.arange(0, BLOCK_N * FOLD)  # (weight row, part)
     c = tl.arange(0, BLOCK_M * FOLD)  # (part, row of x)
     k = tl.arange(0, PART)
@@ -96,22 +101,24 @@ def linear_kernel(
     weights = weight + left[:, None] + k[None, :]
     c_used = (c % BLOCK_M < rows)[None, :]
     inputs = x + (c % BLOCK_M * K + c // BLOCK_M * PART)[None, :] + k[:, None]
-    if FOLD == 1:
-        norms = norm + k[:, None]
-    else:
-        norms = norm + (c // BLOCK_M * PART)[None, :] + k[:, None]
+    if PDL:
+        await_previous()
+
+    # What the sums meet after the loop is asked for before it: the loop hides how long that takes.
     if SCALED:
         row_scale = tl.load(scale + n, mask=n_used, other=0.0)[:, None]
         if GATED:
             up_scale = tl.load(scale + N + n, mask=n_used, other=0.0)[:, None]
-    if PDL and LATE:
-        tl.extra.cuda.gdc_wait()
-    elif PDL:
-        await_previous()
+    if BIAS:
+        row_bias = tl.load(bias + n, mask=n_used, other=0.0)
+    if INTO_NORM:
+        base = tl.load(residual + place, mask=used, other=0.0)
+        row_norm = tl.load(norm + n, mask=n_used, other=0.0)
+    if EARLY:
+        pieces = _squares(squares, 0, m, rows, PARTS, CHUNK)
 
     acc = tl.zeros([BLOCK_N * FOLD, BLOCK_M * FOLD], tl.float32)
     up = tl.zeros([BLOCK_N * FOLD, BLOCK_M * FOLD], tl.float32)
-    squares = tl.zeros([BLOCK_M * FOLD], tl.float32)
     for step in tl.range(first, last, num_stages=STAGES):
         at = step * BLOCK_K
         if EVEN:
@@ -122,17 +129,7 @@ def linear_kernel(
             v_inside = (at + c // BLOCK_M * PART)[None, :] + k[:, None] < K
             w = tl.load(weights + at, mask=w_inside, other=0.0)
             v = tl.load(inputs + at, mask=c_used & v_inside, other=0.0)
-        if NORM:
-            if EVEN:
-                g = tl.load(norms + at)
-            elif FOLD == 1:
-                g = tl.load(norms + at, mask=at + k[:, None] < K, other=0.0)
-            else:
-                g = tl.load(norms + at, mask=v_inside, other=0.0)
-            wide = v.to(tl.float32)
-            squares += tl.sum(wide * wide, axis=0)
-            v = (wide * (g.to(tl.float32) * SHRINK)).to(KIND)
-        elif HALF:
+        if HALF:
             v = (v.to(tl.float32) * SHRINK).to(KIND)
         acc = tl.dot(w.to(KIND), v, acc, input_precision=PRECISION)
         if GATED:
@@ -142,26 +139,20 @@ def linear_kernel(
                 w_up = tl.load(weights + at + N * K, mask=w_inside, other=0.0)
             up = tl.dot(w_up.to(KIND), v, up, input_precision=PRECISION)
 
-    if PDL and LATE:
-        tl.extra.cuda.gdc_launch_dependents()
     same = (r % FOLD)[:, None] == (c // BLOCK_M)[None, :]
     acc = _unfold(acc, same, BLOCK_N, BLOCK_M, FOLD)  # [BN, BM]
     if GATED:
         up = _unfold(up, same, BLOCK_N, BLOCK_M, FOLD)
-    if NORM:
-        squares = tl.sum(tl.reshape(squares, [FOLD, BLOCK_M]), axis=0)  # [BM]
 
     finish = True
     if SPLITS > 1:
         area: tl.constexpr = BLOCK_N * BLOCK_M
-        width: tl.constexpr = (2 if GATED else 1) * area + BLOCK_M
+        width: tl.constexpr = (2 if GATED else 1) * area
         cell = tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + m[None, :]
         mine = partials + tl.program_id(0) * width
         tl.store(mine + cell, acc)
         if GATED:
             tl.store(mine + area + cell, up)
-        if NORM:
-            tl.store(mine + (width - BLOCK_M) + m, squares)
         tl.debug_barrier()  # every thread's stores come before the one atomic that announces them
         finish = tl.atomic_add(arrivals + tile, 1, sem="acq_rel", scope="gpu") == SPLITS - 1
         if finish:
@@ -170,36 +161,38 @@ def linear_kernel(
             acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
             if GATED:
                 up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-            if NORM:
-                squares = tl.zeros([BLOCK_M], tl.float32)
             for s in tl.static_range(SPLITS):  # fixed order: the sum does not depend on who arrived last
                 acc += tl.load(theirs + s * width + cell, cache_modifier=".cg")
                 if GATED:
                     up += tl.load(theirs + s * width + area + cell, cache_modifier=".cg")
-                if NORM:
-                    squares += tl.load(theirs + s * width + (width - BLOCK_M) + m, cache_modifier=".cg")
 
     if finish:
-        used = n_used[:, None] & m_used[None, :]
-        place = m[None, :] * N + n[:, None]  # [BN, BM]
-        if NORM:
-            turn = (tl.rsqrt(squares / K + eps) / SHRINK)[None, :]
-            acc *= turn
-            if GATED:
-                up *= turn
-        elif HALF:
-            acc *= 1.0 / SHRINK
-            if GATED:
-                up *= 1.0 / SHRINK
+        if PARTS > 0:
+            if EARLY:
+                total = tl.sum(pieces, axis=0)  # [BM]
+            else:
+                total = tl.zeros([BLOCK_M], tl.float32)
+                for start in tl.static_range(0, PARTS, CHUNK):
+                    total += tl.sum(_squares(squares, start, m, rows, PARTS, CHUNK), axis=0)
+            turn = (tl.rsqrt(total / K + eps) * factor)[None, :]
+        else:
+            turn = factor
+        acc *= turn
         if SCALED:
             acc *= row_scale
-            if GATED:
-                up *= up_scale
         if BIAS:
-            acc += tl.load(bias + n, mask=n_used, other=0.0).to(tl.float32)[:, None]
+            acc += row_bias.to(tl.float32)[:, None]
         if GATED:
+            up *= turn
+            if SCALED:
+                up *= up_scale
             acc = acc / (1.0 + tl.exp(-acc)) * up
-        if RESIDUAL:
-            base = tl.load(residual + place, mask=used, other=0.0)
-            acc = acc.to(base.dtype).to(tl.float32) + base.to(tl.float32)
+        if INTO_NORM:
+            h = (acc.to(base.dtype).to(tl.float32) + base.to(tl.float32)).to(base.dtype)
+            tl.store(residual + place, h, mask=used)
+            wide = h.to(tl.float32)
+            tl.store(squares_out + tile * rows + m, tl.sum(tl.where(used, wide * wide, 0.0), axis=0), mask=m < rows)
+            acc = wide * row_norm.to(tl.float32)[:, None]
+        if (GATED or INTO_NORM) and out.dtype.element_ty == tl.float16:
+            acc *= SHRINK
         tl.store(out + place, acc.to(out.dtype.element_ty), mask=used)

@@ -1,76 +1,135 @@
-"""Cases for Triton's interpreter: the skinny product against the reference.
+"""Cases for Triton's interpreter: the skinny products against the reference.
 
 Started by test_linear_interpreted. The interpreter's bf16 is wrong, so fp16 and fp32 only.
 """
 
+import itertools
+
 import pytest
 import torch
 
-from specdial.kernels.linear import LinearWorkspace, Quantised, linear, quantise
-from specdial.kernels.linear.launch import linear_triton
+from specdial.kernels.linear import (
+    LinearWorkspace,
+    Prepared,
+    Quantised,
+    linear,
+    linear_gated,
+    linear_into_norm,
+    quantise,
+)
+from specdial.kernels.linear.launch import linear_gated_triton, linear_into_norm_triton, linear_triton
 from specdial.kernels.linear.plan import LinearConfig
+from specdial.kernels.linear.prepared import SHRINK, shrink_for
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 6e-3}
 EPS = 1e-5
-OPTIONS: list[dict[str, object]] = [  # what a decoder asks for: qkv, out and down, gate_up, head, and plain
-    {"norm": True, "bias": True},
-    {"norm": True},
-    {"residual": True},
-    {"norm": True, "gated": True},
-    {"out_dtype": torch.float32},
-    {"norm": True, "out_dtype": torch.float32},
-    {"bias": True, "residual": True},
-    {},
+NAN = float("nan")
+KINDS = [
+    "plain",
+    "bias",
+    "wide",
+    "finish",
+    "finish bias",
+    "finish wide",
+    "gated",
+    "finish gated",
+    "into",
+    "into narrow",
 ]
 
 
-def problem(
-    options: dict[str, object], *, N: int, K: int, rows: int, dtype: torch.dtype, eight: bool = False
-) -> tuple[torch.Tensor, torch.Tensor | Quantised, dict[str, object]]:
-    """x [1, rows, K], the weight and the call's options, with tensors for the flags."""
-    torch.manual_seed(N + K + rows)
-    x = torch.randn(1, rows, K).to(dtype)
+def matrix(N: int, K: int, dtype: torch.dtype, eight: bool) -> torch.Tensor | Quantised:
     weight = (torch.randn(N, K) / K**0.5).to(dtype)
-    tensors = {"norm": (K,), "bias": (N,), "residual": (1, rows, N)}
-    call = {name: torch.randn(tensors[name]).to(dtype) if name in tensors else value for name, value in options.items()}
-    return x, quantise(weight) if eight else weight, call | {"eps": EPS}
+    return quantise(weight) if eight else weight
+
+
+def halfway(rows: int, K: int, dtype: torch.dtype, parts: int = 5) -> Prepared:
+    """Rows [1, rows, K] on their way through a norm. Their squares lie between NaNs."""
+    h, norm, shrink = torch.randn(1, rows, K), torch.randn(K), shrink_for(dtype)
+    around = torch.full((parts + 2, rows), NAN)
+    share = torch.rand(parts, rows)
+    around[1:-1] = share / share.sum(0) * h.square().sum(-1)
+    return Prepared((h * norm * shrink).to(dtype), shrink, around[1:-1])
+
+
+def close(got: torch.Tensor, want: torch.Tensor, dtype: torch.dtype) -> None:
+    assert got.dtype == want.dtype
+    torch.testing.assert_close(got, want, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
+def close_rows(got: Prepared, want: Prepared, dtype: torch.dtype) -> None:
+    """Same values unshrunk, and the same sums of squares whatever the parts."""
+    assert got.values.dtype == want.values.dtype
+    assert got.shrink == want.shrink == (SHRINK if got.values.dtype == torch.float16 else 1.0)
+    close(got.values.float() / got.shrink, want.values.float() / want.shrink, dtype)
+    assert (got.squares is None) == (want.squares is None)
+    if got.squares is not None and want.squares is not None:
+        torch.testing.assert_close(got.squares.sum(0), want.squares.sum(0), atol=1e-3, rtol=TOLERANCE[dtype])
 
 
 def compare(
-    options: dict[str, object], *, config: LinearConfig | None = None, workspace: LinearWorkspace | None = None,
-    **shape: object,
+    kind: str, *, N: int, K: int, rows: int, dtype: torch.dtype, eight: bool = False, parts: int = 5,
+    config: LinearConfig | None = None, workspace: LinearWorkspace | None = None,
 ) -> None:  # fmt: skip
-    """Both backends on one problem; the residual is overwritten by both."""
-    x, weight, call = problem(options, **shape)
-    residual = call.pop("residual", None)
-    want = linear(x, weight, **call, residual=None if residual is None else residual.clone(), backend="reference")
-    if config is None:
-        got = linear(x, weight, **call, residual=residual, backend="triton", workspace=workspace)
+    """Both backends on one problem."""
+    torch.manual_seed(N + K + rows)
+    x = halfway(rows, K, dtype, parts) if "finish" in kind else Prepared(torch.randn(1, rows, K).to(dtype))
+    weight = matrix(N, K, dtype, eight)
+    if "into" in kind:
+        residual, norm = torch.randn(1, rows, N).to(dtype), torch.randn(N).to(dtype)
+        h, narrow = residual.clone(), "narrow" in kind
+        want = linear_into_norm(x, weight, residual=h, norm=norm, narrow=narrow, backend="reference")
+        if config is None:
+            got = linear_into_norm(
+                x, weight, residual=residual, norm=norm, narrow=narrow, backend="triton", workspace=workspace
+            )
+        else:
+            got = linear_into_norm_triton(
+                x, weight, residual=residual, norm=norm, dtype=want.values.dtype, workspace=workspace, config=config
+            )
+        close(residual, h, dtype)
+        close_rows(got, want, torch.float16 if narrow else dtype)
+    elif "gated" in kind:
+        if config is None:
+            got = linear_gated(x, weight, eps=EPS, backend="triton", workspace=workspace)
+        else:
+            got = linear_gated_triton(x, weight, eps=EPS, workspace=workspace, config=config)
+        close_rows(got, linear_gated(x, weight, eps=EPS, backend="reference"), dtype)
     else:
-        got = linear_triton(x, weight, **call, residual=residual, config=config, workspace=workspace)
-    assert (got is residual) == (residual is not None)
-    assert got.dtype == want.dtype
-    tolerance = TOLERANCE[x.dtype]
-    torch.testing.assert_close(got, want, atol=tolerance, rtol=tolerance)
+        bias = torch.randn(N).to(dtype) if "bias" in kind else None
+        out_dtype = torch.float32 if "wide" in kind else dtype
+        call = {"bias": bias, "eps": EPS, "out_dtype": out_dtype}
+        if config is None:
+            product = linear(x, weight, **call, backend="triton", workspace=workspace)
+        else:
+            product = linear_triton(x, weight, **call, workspace=workspace, config=config)
+        close(product, linear(x, weight, **call, backend="reference"), dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_every_option(options: dict[str, object], dtype: torch.dtype) -> None:
-    compare(options, N=100, K=200, rows=3, dtype=dtype)
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind(kind: str, dtype: torch.dtype) -> None:
+    compare(kind, N=100, K=200, rows=3, dtype=dtype)
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_every_option_with_weights_in_eight_bits(options: dict[str, object]) -> None:
-    compare(options, N=100, K=256, rows=3, dtype=torch.float16, eight=True)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_with_weights_in_eight_bits(kind: str, dtype: torch.dtype) -> None:
+    compare(kind, N=100, K=256, rows=3, dtype=dtype, eight=True)
 
 
 @pytest.mark.parametrize(
     ("N", "K", "rows"), [(2, 1, 1), (34, 17, 2), (130, 65, 5), (66, 512, 16), (18, 700, 33), (128, 96, 64)]
 )
-@pytest.mark.parametrize("options", [{"norm": True, "gated": True}, {"residual": True}], ids=str)
-def test_odd_shapes(options: dict[str, object], N: int, K: int, rows: int) -> None:
-    compare(options, N=N, K=K, rows=rows, dtype=torch.float16)
+@pytest.mark.parametrize("kind", ["finish gated", "into", "finish bias"])
+def test_odd_shapes(kind: str, N: int, K: int, rows: int) -> None:
+    compare(kind, N=N, K=K, rows=rows, dtype=torch.float16)
+
+
+@pytest.mark.parametrize(("parts", "rows"), [(1, 1), (2, 5), (96, 4), (100, 60), (257, 16)])
+def test_squares_in_any_number_of_parts(parts: int, rows: int) -> None:
+    """Before the loop where few registers hold them, else piece by piece after it."""
+    compare("finish", N=20, K=64, rows=rows, dtype=torch.float32, parts=parts)
 
 
 def config(*, fold: int = 1, splits: int = 1, block_m: int = 16) -> LinearConfig:
@@ -79,48 +138,99 @@ def config(*, fold: int = 1, splits: int = 1, block_m: int = 16) -> LinearConfig
 
 @pytest.mark.parametrize("fold", [1, 2, 4, 8])
 @pytest.mark.parametrize("splits", [1, 3, 5])
-@pytest.mark.parametrize("options", [{"norm": True, "gated": True}, {"norm": True, "bias": True}], ids=str)
+@pytest.mark.parametrize("kind", ["finish gated", "finish bias", "into"])
 def test_any_fold_and_split_is_the_same_product_and_leaves_the_counters_at_zero(
-    options: dict[str, object], fold: int, splits: int
+    kind: str, fold: int, splits: int
 ) -> None:
     workspace = LinearWorkspace.allocate("cpu", partials=1 << 16, arrivals=64)
     for K in (320, 301):
-        workspace.partials.fill_(float("nan"))
-        compare(options, N=70, K=K, rows=5, dtype=torch.float16, workspace=workspace,
+        workspace.partials.fill_(NAN)
+        compare(kind, N=70, K=K, rows=5, dtype=torch.float16, workspace=workspace,
                 config=config(fold=fold, splits=splits))  # fmt: skip
         assert workspace.arrivals.count_nonzero() == 0
 
 
 @pytest.mark.parametrize(("fold", "block_m"), [(4, 4), (8, 2), (2, 8)])
-def test_few_rows_need_few_columns(fold: int, block_m: int) -> None:
-    compare({"norm": True}, N=50, K=300, rows=2, dtype=torch.float32, config=config(fold=fold, block_m=block_m))
+@pytest.mark.parametrize("kind", ["finish", "into"])
+def test_few_rows_need_few_columns(kind: str, fold: int, block_m: int) -> None:
+    compare(kind, N=50, K=300, rows=2, dtype=torch.float32, config=config(fold=fold, block_m=block_m))
 
 
-def test_nothing_but_the_result_is_written() -> None:
-    rows, N = 3, 50
-    x, weight, _ = problem({}, N=N, K=64, rows=rows, dtype=torch.float32)
-    around = torch.full((rows + 2, N), float("nan"))
+@pytest.mark.parametrize("splits", [1, 2])
+def test_nothing_but_the_results_is_written(splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows, N, K = 3, 50, 64
+    x, weight, norm = torch.randn(rows, K), torch.randn(N, K), torch.randn(N)
+    made: list[torch.Tensor] = []
+    empty = torch.empty
+
+    def between(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        around = empty(shape[0] + 2, *shape[1:], dtype=dtype, device=device).fill_(NAN)
+        made.append(around)
+        return around[1:-1]
+
+    around = torch.full((rows + 2, N), NAN)
     around[1:-1] = 0
-    got = linear(x[0], weight, residual=around[1:-1], backend="triton")
-    torch.testing.assert_close(got, x[0] @ weight.T, atol=1e-5, rtol=1e-5)
-    assert around[0].isnan().all()
-    assert around[-1].isnan().all()
+    monkeypatch.setattr(torch, "empty", between)
+    monkeypatch.setattr(torch, "empty_like", lambda like, dtype: between(*like.shape, dtype=dtype, device=like.device))
+    workspace = LinearWorkspace(torch.full((1 << 14,), NAN), torch.zeros(8, dtype=torch.int32))
+    got = linear_into_norm_triton(
+        Prepared(x), weight, residual=around[1:-1], norm=norm, dtype=torch.float32, workspace=workspace,
+        config=config(fold=4, splits=splits),
+    )  # fmt: skip
+    monkeypatch.undo()
+    close(around[1:-1], x @ weight.T, torch.float32)
+    assert len(made) == 2
+    for edges in (around, *made):
+        assert edges[0].isnan().all()
+        assert edges[-1].isnan().all()
+    assert got.values.isfinite().all()
+    assert got.squares is not None
+    assert got.squares.shape == (4, rows)
+    torch.testing.assert_close(got.squares.sum(0), (x @ weight.T).square().sum(-1))
+
+
+@pytest.mark.parametrize("eight", [False, True])
+@pytest.mark.parametrize("backends", list(itertools.product(["reference", "triton"], repeat=2)))
+def test_a_layer_by_either_backend_or_both(backends: tuple[str, str], eight: bool) -> None:
+    """out, gate_up, down, qkv of one layer: what one backend leaves for a norm the other finishes."""
+    torch.manual_seed(1)
+    hidden, inner, rows, dtype = 48, 80, 3, torch.float16
+    shapes = {"out": (hidden, 64), "gate_up": (2 * inner, hidden), "down": (hidden, inner), "qkv": (96, hidden)}
+    weights = {name: matrix(*shape, dtype, eight) for name, shape in shapes.items()}
+    norms = [(1 + 0.2 * torch.randn(hidden)).to(dtype) for _ in range(2)]
+    mixed, start = torch.randn(rows, 64).to(dtype), 3 * torch.randn(rows, hidden).to(dtype)
+
+    def layer(left: str, right: str) -> torch.Tensor:
+        h = start.clone()
+        x = linear_into_norm(mixed, weights["out"], residual=h, norm=norms[0], backend=left)
+        active = linear_gated(x, weights["gate_up"], eps=EPS, backend=right)
+        x = linear_into_norm(active, weights["down"], residual=h, norm=norms[1], backend=left)
+        return linear(x, weights["qkv"], eps=EPS, out_dtype=torch.float32, backend=right)
+
+    torch.testing.assert_close(layer(*backends), layer("reference", "reference"), atol=6e-3, rtol=6e-3)
 
 
 def test_large_activations_stay_finite_in_half_precision() -> None:
-    x, weight, call = problem({"norm": True}, N=32, K=128, rows=2, dtype=torch.float16)
-    x[..., 5] = 30000.0
-    call["norm"] = torch.full_like(call["norm"], 10.0)
-    want = linear(x, weight, **call, backend="reference")
-    torch.testing.assert_close(linear(x, weight, **call, backend="triton"), want, atol=0.05, rtol=6e-3)
+    """h * norm is ten times what float16 holds; the next product gets it nevertheless."""
+    torch.manual_seed(0)
+    rows, hidden = 2, 32
+    h = torch.randn(1, rows, hidden).half()
+    h[..., 5] = 60000.0
+    zero, ten = torch.zeros(hidden, 16).half(), torch.full((hidden,), 10.0).half()
+    weight = torch.randn(24, hidden).half()
+    x = linear_into_norm(torch.zeros(1, rows, 16).half(), zero, residual=h, norm=ten, backend="triton")
+    assert x.values.isfinite().all()
+    exact = h.double() * torch.rsqrt(h.double().square().mean(-1, keepdim=True) + EPS) * 10 @ weight.double().T
+    got = linear(x, weight, eps=EPS, out_dtype=torch.float32, backend="triton")
+    torch.testing.assert_close(got.double(), exact, atol=0.05, rtol=6e-3)
 
 
 def test_a_workspace_too_small_is_refused() -> None:
-    x, weight, _ = problem({}, N=64, K=64, rows=1, dtype=torch.float32)
     with pytest.raises(ValueError, match="workspace holds 1 partials and 1 counters"):
         linear_triton(
-            x, weight, config=config(splits=2), workspace=LinearWorkspace.allocate("cpu", partials=1, arrivals=1)
-        )
+            Prepared(torch.zeros(1, 64)), torch.zeros(64, 64), bias=None, eps=0.0, out_dtype=torch.float32,
+            config=config(splits=2), workspace=LinearWorkspace.allocate("cpu", partials=1, arrivals=1),
+        )  # fmt: skip
 
 
 def test_more_rows_than_a_tile_holds_are_refused() -> None:

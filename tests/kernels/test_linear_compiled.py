@@ -1,4 +1,4 @@
-"""Compiles the skinny product for sm_90 without a GPU: pipelined 16-byte copies, no spills, early launch, residency."""
+"""Compiles the skinny products for sm_90 without a GPU: what the loop does, no spills, early launch, residency."""
 
 import os
 import re
@@ -16,21 +16,24 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from specdial.kernels.linear.launch import SHRINK  # noqa: E402
-from specdial.kernels.linear.plan import plan  # noqa: E402
+from specdial.kernels.linear.plan import LinearConfig, plan  # noqa: E402
+from specdial.kernels.linear.prepared import SHRINK  # noqa: E402
 from specdial.kernels.linear.triton import linear_kernel  # noqa: E402
 
 SM_SHARED = 227 << 10
 SM_REGISTERS = 65536
 PROCESSORS = 132
-QKV, ADD, GATE, HEAD = {"NORM": True, "BIAS": True}, {"RESIDUAL": True}, {"NORM": True, "GATED": True}, {"NORM": True}
-LAYER = [(2048, 1536, QKV), (1536, 1536, ADD), (8960, 1536, GATE), (1536, 8960, ADD), (151936, 1536, HEAD)]
+# What is fused. A bfloat16 x of float8 weights comes from attention ("out") or starts a step ("first"), others are
+# float16 already. parts: of a hidden size of 1536 and of 4096, by 16 and by 32 columns.
+QKV, OUT, GATE, DOWN, HEAD = "qkv", "out", "gate_up", "down", "head"
+LAYER = [(2048, 1536, QKV), (1536, 1536, OUT), (8960, 1536, GATE), (1536, 8960, DOWN), (151936, 1536, HEAD)]
 CASES = [(*product, rows, kind) for product in LAYER for rows in (1, 16, 64) for kind in ("bf16", "fp8")] + [
-    (1152, 896, QKV, 1, "bf16"), (896, 896, ADD, 16, "fp8"), (4864, 896, GATE, 64, "bf16"), (896, 4864, ADD, 1, "fp8"),
-    (6144, 4096, HEAD, 1, "bf16"), (4096, 4096, ADD, 16, "bf16"), (14336, 4096, GATE, 64, "fp8"),
-    (4096, 14336, ADD, 5, "bf16"), (128256, 4096, HEAD, 16, "fp8"), (960, 576, QKV, 64, "bf16"),
-    (576, 576, ADD, 1, "bf16"), (1536, 576, GATE, 5, "fp8"), (576, 1536, ADD, 16, "bf16"),
-    (8192, 2048, GATE, 1, "bf16"), (2048, 8192, ADD, 64, "bf16"), (1536, 1536, ADD, 8, "fp16"),
+    (1152, 896, QKV, 1, "bf16"), (896, 896, OUT, 16, "fp8"), (4864, 896, GATE, 64, "bf16"), (896, 4864, DOWN, 1, "fp8"),
+    (6144, 4096, QKV, 1, "bf16"), (4096, 4096, OUT, 16, "bf16"), (14336, 4096, GATE, 64, "fp8"),
+    (4096, 14336, DOWN, 5, "bf16"), (128256, 4096, HEAD, 16, "fp8"), (960, 576, QKV, 64, "bf16"),
+    (576, 576, OUT, 1, "bf16"), (1536, 576, GATE, 5, "fp8"), (576, 1536, DOWN, 16, "bf16"),
+    (8192, 2048, GATE, 1, "bf16"), (2048, 8192, DOWN, 64, "bf16"), (1536, 1536, OUT, 8, "fp16"),
+    (2048, 1536, "first", 5, "bf16"), (2048, 1536, "first", 5, "fp8"),
 ]  # fmt: skip
 
 
@@ -44,28 +47,36 @@ class Compiled:
     ptx: str
     ir: str
 
+    @property
+    def loop(self) -> str:
+        """The loop over K in the compiler's last device-independent form."""
+        start = self.ir.index("scf.for")
+        return self.ir[start : self.ir.index("scf.yield", start)]
 
-def compile_product(N: int, K: int, fused: dict[str, bool], rows: int, kind: str) -> tuple[Compiled, object]:
+
+def converts(use: str, kind: str) -> bool:
+    """Whether x has to become float16 in the loop."""
+    return kind == "fp8" and use in (OUT, "first")
+
+
+def compile_product(N: int, K: int, use: str, rows: int, kind: str) -> tuple[Compiled, LinearConfig]:
     """The kernel as the plan launches it, and the plan."""
-    eight = kind == "fp8"
-    config = plan(N, K, rows, item_bytes=1 if eight else 2, gated="GATED" in fused, normed="NORM" in fused)
+    eight, gated, into = kind == "fp8", use == GATE, use in (OUT, DOWN)
+    config = plan(N, K, rows, item_bytes=1 if eight else 2, gated=gated)
     data = "*fp16" if kind == "fp16" else "*bf16"
-    types = dict.fromkeys(("x", "weight", "bias", "norm", "residual", "out"), data)
-    types |= {
-        "scale": "*fp32",
-        "partials": "*fp32",
-        "arrivals": "*i32",
-        "rows": "i32",
-        "prefetch_bytes": "i32",
-        "eps": "fp32",
-    }
-    types |= {"weight": "*fp8e4nv"} if eight else {}
-    constants = dict.fromkeys(("GATED", "NORM", "BIAS", "RESIDUAL"), False) | fused | {
-        "N": N, "K": K, "BLOCK_N": config.block_n, "BLOCK_M": config.block_m, "BLOCK_K": config.block_k,
-        "FOLD": config.fold, "SPLITS": config.splits, "STAGES": config.stages, "SCALED": eight, "HALF": eight,
-        "SHRINK": SHRINK if eight else 1.0, "PREFETCH": True, "KEEP": config.keep,
-        "LATE": config.late, "PRECISION": "tf32",
-        "THREADS": 32 * config.warps, "PDL": True,
+    narrow = "*fp16" if eight else data
+    types = dict.fromkeys(("scale", "squares", "squares_out", "partials"), "*fp32") | {
+        "x": data if converts(use, kind) else narrow, "weight": "*fp8e4nv" if eight else data, "bias": data,
+        "residual": data, "norm": data, "out": "*fp32" if use == HEAD else narrow if gated or into else data,
+        "arrivals": "*i32", "rows": "i32", "eps": "fp32", "factor": "fp32",
+    }  # fmt: skip
+    parts = 0 if into or use == "first" else K // (16 if K < 2048 else 32)
+    constants = {
+        "N": N, "K": K, "PARTS": parts, "CHUNK": min(triton.next_power_of_2(max(1, parts)), 4096 // config.block_m),
+        "BLOCK_N": config.block_n, "BLOCK_M": config.block_m, "BLOCK_K": config.block_k, "FOLD": config.fold,
+        "SPLITS": config.splits, "STAGES": config.stages, "PREFETCH": config.prefetch_bytes, "GATED": gated,
+        "BIAS": use in (QKV, "first"), "SCALED": eight, "INTO_NORM": into, "HALF": converts(use, kind),
+        "SHRINK": SHRINK, "PRECISION": "tf32", "THREADS": 32 * config.warps, "PDL": True,
     }  # fmt: skip
     names = linear_kernel.arg_names
     source = ASTSource(
@@ -86,32 +97,38 @@ def compile_product(N: int, K: int, fused: dict[str, bool], rows: int, kind: str
     return found, config
 
 
-@pytest.mark.parametrize(("N", "K", "fused", "rows", "kind"), CASES, ids=str)
-def test_a_product_streams_its_weights(N: int, K: int, fused: dict[str, bool], rows: int, kind: str) -> None:
-    built, config = compile_product(N, K, fused, rows, kind)
+@pytest.mark.parametrize(("N", "K", "use", "rows", "kind"), CASES, ids=str)
+def test_a_product_streams_its_weights(N: int, K: int, use: str, rows: int, kind: str) -> None:
+    built, config = compile_product(N, K, use, rows, kind)
     assert built.stack_bytes == 0
     assert "wgmma.mma_async" in built.ptx
 
     sizes = re.findall(r"cp\.async\.c[ag]\.shared\.global \[.*?\], \[.*?\], (\w+)", built.ptx)
     copies = {int(size, 0) for size in sizes}
-    if "NORM" in fused and config.fold == 1:
-        copies -= {4}  # the norm's weights: a few hundred bytes
-    assert copies == ({8, 16} if kind == "fp8" else {16})  # an 8-bit left operand is swizzled by 8 bytes
+    small = config.block_k * config.block_m < 8 * 32 * config.warps  # a step of x, less than 16 bytes a thread
+    assert copies == ({8, 16} if kind == "fp8" or small else {16})  # an 8-bit left operand is swizzled by 8 bytes
 
-    loop = built.ir[built.ir.index("scf.for") :]
-    loads = loop.count("ttg.async_copy_global_to_local")
-    assert loads == 2 + ("NORM" in fused) * (config.fold > 1) + ("GATED" in fused) or config.fold == 1
-    ahead = int(re.search(r"async_wait [^{]*\{num = (\d+)", loop).group(1))
+    loads = built.loop.count("ttg.async_copy_global_to_local")
+    assert loads == (3 if use == GATE else 2)
+    ahead = int(re.search(r"async_wait [^{]*\{num = (\d+)", built.loop).group(1))
     assert ahead == (config.stages - 2) * loads  # what stays in flight while a step is used
+
+    # x goes from shared memory to the tensor cores untouched, and so do weights of x's dtype
+    stores = built.loop.count("ttg.local_alloc") + built.loop.count("ttg.local_store")
+    assert stores == converts(use, kind)
+    assert built.loop.count("ttg.local_load") == (kind == "fp8") * (loads - 1) + converts(use, kind)
 
     order = [built.ptx.find(text) for text in (
         "cp.async.bulk.prefetch.L2.global", "griddepcontrol.wait", "griddepcontrol.launch_dependents",
         "cp.async.cg.shared.global", "st.global",
     )]  # fmt: skip
-    assert order[0] > 0
-    assert order == sorted(order)  # weights are asked for before the wait; x is read, and anything written, after it
+    assert (order[0] > 0) == (config.prefetch_bytes > 0)
+    assert order == sorted(order)  # weights are asked for before the wait; anything is read or written after it
+    assert built.ptx.find("ld.global") == -1 or built.ptx.find("ld.global") > order[2]
+    if use in (OUT, DOWN) or kind == "fp8" or use == QKV:  # what the sums meet is on its way before the loop starts
+        assert built.ptx.index("ld.global") < built.ptx.index("wgmma.mma_async")
 
-    planned = config.shared_bytes(1 if kind == "fp8" else 2, gated="GATED" in fused, normed="NORM" in fused)
+    planned = config.shared_bytes(1 if kind == "fp8" else 2, gated=use == GATE)
     assert built.shared_bytes <= max(planned, 16 << 10) + 2048
     programs = -(-N // config.block_n) * config.splits
     if programs <= 2 * PROCESSORS:  # one wave
@@ -121,6 +138,7 @@ def test_a_product_streams_its_weights(N: int, K: int, fused: dict[str, bool], r
 
 
 @pytest.mark.parametrize(("N", "K"), [(1001, 333), (1536, 8960 + 8)])
-def test_any_k_compiles_without_spills(N: int, K: int) -> None:
-    built, _ = compile_product(N, K, QKV, 5, "bf16")
+@pytest.mark.parametrize("use", [QKV, OUT])
+def test_any_k_compiles_without_spills(N: int, K: int, use: str) -> None:
+    built, _ = compile_product(N, K, use, 5, "bf16")
     assert built.stack_bytes == 0
