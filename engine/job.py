@@ -51,6 +51,12 @@ class Job:
         """Tokens that end a document: none when the workload ignores the end mark."""
         return frozenset() if self.spec.ignore_eos else frozenset(self.model.tokenizer.eos_ids)
 
+    def drafting(self, policies: Iterable[Policy]) -> dict[str, LoadedModel]:
+        """The draft models that policies name, each loaded when first asked for. Errors: see `load_draft_models`."""
+        named = list(policies)
+        load_draft_models(self.model, named, self.draft_models)
+        return {name: self.draft_models[name] for name in sorted(draft_model_names(named))}
+
     def sequences(
         self, documents: list[Document], policies: list[Policy], *, copies: int = 0, room_tokens: int = 0
     ) -> Sequences:
@@ -68,24 +74,17 @@ class Job:
         return s
 
 
-def load_job(
-    model: ModelSettings, workload: Mapping[str, Any], split: str = "all", *, policies: Iterable[Policy] = ()
-) -> Job:
+def load_job(model: ModelSettings, workload: Mapping[str, Any], split: str = "all") -> Job:
     """Load the model and build the documents of a split: train, validation, test, several joined by +, or all.
 
-    policies: load the draft models that they name as well, rather than when sequences are first made for them.
     Raises UserError on anything unusable.
     """
     spec = WorkloadSpec.from_mapping(workload)  # first, since a model takes long to load
     loaded = load_model(model.source, device=model.device, dtype=model.dtype, seed=model.seed)
     loaded.config.check_context(spec.context_tokens + spec.new_tokens)
-    draft_models: dict[str, LoadedModel] = {}
-    load_draft_models(loaded, list(policies), draft_models)
     built = build(spec, loaded.tokenizer)
     chosen = {d.index: d for part in split.split("+") for d in of_split(built, part)}
-    return Job(
-        loaded, model.name or loaded.config.name, spec, [chosen[index] for index in sorted(chosen)], draft_models
-    )
+    return Job(loaded, model.name or loaded.config.name, spec, [chosen[index] for index in sorted(chosen)])
 
 
 def load_draft_models(target: LoadedModel, policies: list[Policy], loaded: dict[str, LoadedModel]) -> None:
@@ -180,8 +179,9 @@ def history_spec(policies: list[Policy]) -> HistorySpec | None:
     return HistorySpec(kvs[0].window, kvs[0].page, kvs[0].decay) if kvs else None
 
 
-def describe(job: Job, sampling: Sampling) -> dict[str, Any]:
-    """The model, workload, documents and sampling of a job, as meta.json carries them."""
+def describe(job: Job, sampling: Sampling, policies: Iterable[Policy] = ()) -> dict[str, Any]:
+    """The model, workload, documents and sampling of a job, as meta.json carries them, and policies' draft models."""
+    draft_models = {name: model.digest for name, model in job.drafting(policies).items()}
     c, decoder = job.model.config, job.model.decoder
     return {
         "model": {
@@ -198,7 +198,7 @@ def describe(job: Job, sampling: Sampling) -> dict[str, Any]:
             "weight_bytes": decoder.weight_bytes,
             "kv_bytes_per_token": 2 * c.layers * c.kv_heads * c.head_dim * decoder.dtype.itemsize,
         },
-        **({"draft_models": {name: m.digest for name, m in job.draft_models.items()}} if job.draft_models else {}),
+        **({"draft_models": draft_models} if draft_models else {}),
         "tokenizer_digest": job.model.tokenizer.digest,
         "workload": {name: getattr(job.spec, name) for name in type(job.spec).__slots__},
         "documents": [

@@ -57,13 +57,14 @@ def run(settings: Mapping[str, Any], job: Job | None = None) -> dict[str, Any]:
     decoded = [policy, widest] if s.dense else [policy]
     drafter = policy.drafter if policy.k_max else widest.drafter
     history_spec(decoded)
-    job = job or load_job(s.model, s.workload, s.split, policies=decoded)
+    job = job or load_job(s.model, s.workload, s.split)
+    described = describe(job, s.sampling, decoded)
     out = Path(s.out)
     claim_directory(out, "record", to_plain(s))
     writer = TraceWriter(
         out,
         {
-            **describe(job, s.sampling),
+            **described,
             "hardware": hardware(job.model.decoder.device),
             "policy": policy.decisions(),
             "policy_digest": policy_digest(policy),

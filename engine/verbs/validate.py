@@ -84,7 +84,8 @@ def run(settings: Mapping[str, Any], job: Job | None = None) -> dict[str, Any]:
     if all(policy.k_max == 0 for policy in policies):
         s.acceptance.of_one(policies[0])
     history_spec(policies)
-    job = job or load_job(s.model, s.workload, s.split, policies=policies)
+    job = job or load_job(s.model, s.workload, s.split)
+    job.drafting(policies)
     for policy in policies:
         _check_model(policy, job)
     out = Path(s.out)
@@ -96,7 +97,7 @@ def run(settings: Mapping[str, Any], job: Job | None = None) -> dict[str, Any]:
     rows = [_row(p, by_digest.get(policy_digest(p), plain) if p.k_max else plain, plain, s) for p in policies]
     content = {
         "schema": SCHEMA,
-        **describe(job, s.sampling),
+        **describe(job, s.sampling, policies),
         "hardware": hardware(job.model.decoder.device),
         "split": s.split,
         "batch": s.batch,
