@@ -1,0 +1,115 @@
+"""Predicted against measured speedup on held-out documents: the simulator's promise, checked for many policies.
+
+For every workload and context, with the model loaded once: `record` decodes train and test documents plainly and drafts
+every position; `calibrate` times rounds at these lengths and batches; `replay` predicts a grid of policies from the
+train documents; `validate` measures them on the test documents by its own protocol. Two records a batch: held-out, and
+in-sample, where the prediction is made from the measured documents' own dense trace, for the same measurements. Train
+and test documents share no text. Batch 1 is measured over the first --singles test documents. --fp8: also drafts with
+float8 weights (GPU only), predicted from a recording of their longest fixed k, since dense recording cannot draft so.
+--small: SmolLM2 on a CPU. --traces: leaves small traces for the tests. --dry: for testing this script, never written.
+
+    python3 benchmarks/prediction.py --model FILE.gguf --prompts prompts.npz --workloads code --out RESULTS.json
+    python3 benchmarks/prediction.py --small --out benchmarks/results/prediction.json
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent / "kernels"))
+sys.path.insert(0, str(Path(__file__).resolve().parent / "engine"))
+from _engine_bench import save
+from prediction_cell import Cell, Clock, measure
+from prediction_documents import KINDS, built, from_prompts, spec_of
+from prediction_records import show
+from prediction_traces import part_of
+from prompts import read
+
+from specdial.engine.job import Job
+from specdial.engine.weights import load_model
+from specdial.policies.errors import UserError
+from specdial.policies.fields import to_plain
+
+FULL = {"id": "S3", "contexts": [8000], "batches": [1, 16], "train": 16, "test": 16, "singles": 2, "new_tokens": 64}
+FULL |= {"budgets": [256, 512], "page": 16, "repeats": 3, "calibrations": 5}
+SMALL = FULL | {"id": "S2", "contexts": [512], "batches": [1], "train": 6, "test": 2, "new_tokens": 24}
+SMALL |= {"budgets": [128, 256], "page": 1, "calibrations": 3}
+DRY = SMALL | {"id": "dry", "contexts": [300], "batches": [1, 2], "train": 2, "new_tokens": 12, "repeats": 1}
+LEFT_DOCUMENTS, LEFT_BYTES = 3, 150_000  # of a trace left for the tests
+
+
+def arguments(argv):
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--model", default="smollm2-135m", help="what model.source takes; default smollm2-135m")
+    p.add_argument("--prompts", type=Path, help="what engine/prompts.py wrote; default: texts that are here")
+    p.add_argument("--out", type=Path)
+    p.add_argument("--traces", type=Path, help="leave the first documents of every trace under this folder")
+    p.add_argument("--workloads", nargs="+", choices=sorted(KINDS), default=sorted(KINDS))
+    for name in ("contexts", "batches", "budgets"):
+        p.add_argument(f"--{name}", nargs="+", type=int, help=f"default {FULL[name]}, --small {SMALL[name]}")
+    for name in ("train", "test", "singles", "new-tokens", "page", "repeats", "calibrations"):
+        key = name.replace("-", "_")
+        p.add_argument(f"--{name}", type=int, help=f"default {FULL[key]}, --small {SMALL[key]}")
+    p.add_argument("--fp8", action="store_true", help="float8 drafts too")
+    size = p.add_mutually_exclusive_group()
+    size.add_argument("--small", action="store_true", help="short contexts, on the CPU")
+    size.add_argument("--dry", action="store_true", help="tiny, on the CPU, unrecorded")
+    a = p.parse_args(argv)
+    for name, value in (DRY if a.dry else SMALL if a.small else FULL).items():
+        if getattr(a, name, None) is None:
+            setattr(a, name, value)
+    if a.dry and a.out:
+        p.error("a dry run's numbers cannot be written: leave out --out")
+    return a
+
+
+def documents(a, model, workload, context, spec):
+    """Documents of a cell, train first, and plain facts on their texts."""
+    if a.prompts is None:
+        return built(spec, model.tokenizer), {"workload": spec.kind}
+    ids, about = read(a.prompts, model.tokenizer, workload, context)
+    return from_prompts(ids, a.train, a.test, a.new_tokens), about
+
+
+def leave_trace(cell, traces):
+    """Leave the first train documents of a cell's trace for the tests. Raises UserError for too large a one."""
+    size = part_of(cell.trace, traces, [d.index for d in cell.of("train")[:LEFT_DOCUMENTS]])
+    if size > LEFT_BYTES:
+        raise UserError(f"{traces} has {size} bytes", f"at most {LEFT_BYTES}: lower --new-tokens")
+    print(f"{traces}: {size} bytes")
+
+
+def main(argv=None):
+    a = arguments(argv)
+    device = "cpu" if a.small or a.dry else "cuda"
+    clock, rows = Clock(), []
+    with clock.stage("load"):
+        model = load_model(a.model, device=device)
+    name = Path(a.model).stem
+    for workload in a.workloads:
+        for context in a.contexts:
+            spec = spec_of(workload, context, a.train, a.test, a.new_tokens)
+            model.config.check_context(context + a.new_tokens)
+            found, about = documents(a, model, workload, context, spec)
+            settings = {"model": {"source": a.model, "name": name, "device": device}, "workload": to_plain(spec)}
+            with tempfile.TemporaryDirectory() as folder:
+                cell = Cell(f"{workload}-{context}", Job(model, name, spec, found), Path(folder), settings, a, about)
+                fresh = measure(cell, clock)
+                if a.traces:
+                    leave_trace(cell, a.traces / f"{name}-{cell.name}")
+            for row in fresh:
+                show(row)
+            rows += fresh
+            if a.out:
+                save(rows, a.out)
+    print(json.dumps({row["id"]: [row[key] for key in ("median_pct", "worst_pct", "regret_pct")] for row in rows}))
+    return rows
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except UserError as error:
+        sys.exit(f"error: {error}")

@@ -1,0 +1,107 @@
+"""From predicted and measured policies to the prediction benchmark's records. Leaves out how either came about.
+
+The error of a speedup splits into two factors: S = tokens per round x (plain step / round), so
+predicted / measured speedup = (1 + tokens error) x (1 + cost error).
+"""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+from _bench import record
+from scipy.stats import spearmanr
+
+BARS = {"median_pct": 3.0, "worst_pct": 8.0, "regret_pct": 2.0}
+STATES = {
+    "held-out": "predicted from the train documents, measured on the test documents",
+    "in-sample": "predicted from a dense trace of the very documents that were measured: what is left is cost error",
+}
+
+
+def compared(rows, predicted):
+    """Predictions against validate's rows. predicted: by policy digest, replay's outcomes; both hold plain decoding.
+
+    Errors are of drafting policies only, since plain's speedup is 1 by definition; regret and rank include it.
+    """
+    drafting = [r for r in rows if r["k_max"] > 0]
+    kinds = sorted({_kind(r) for r in drafting})
+    errors = np.array([_errors(r, predicted[r["policy_digest"]]) for r in drafting])  # [policies, 3]
+    guessed = np.array([predicted[r["policy_digest"]]["speedup"] for r in rows])
+    measured = np.array([r["measured"]["speedup"] for r in rows])
+    regret = 1.0 - measured[guessed.argmax()] / measured.max()
+    return {
+        **_size(errors[:, 0]),
+        "tokens_per_round_error": _size(errors[:, 1]),
+        "cost_error": _size(errors[:, 2]),
+        "by_controller": {kind: _size(errors[[_kind(r) == kind for r in drafting], 0]) for kind in kinds},
+        "rank_correlation": round(float(spearmanr(guessed, measured).statistic), 4),
+        "regret_pct": _pct(regret),
+        "chosen": rows[int(guessed.argmax())]["name"],
+        "fastest": rows[int(measured.argmax())]["name"],
+        "intervals_overlap_frac": round(
+            float(np.mean([_overlap(r, predicted[r["policy_digest"]]) for r in drafting])), 3
+        ),
+    }
+
+
+def row_of(id, state, found, about):
+    """One record of a cell. found: of `compared`; about: what it was measured on."""
+    bars = {name: {"at_most": bar, "met": found[name] <= bar} for name, bar in BARS.items()}
+    row = record(id, f"{about['cell']}: {STATES[state]}", found["median_pct"], "%", **about, **found, bar=bars)
+    shown = [Path(argument).name if "/" in argument else argument for argument in sys.argv[1:]]
+    return {**row, "hardware": about["hardware"], "command": " ".join(["python3 benchmarks/prediction.py", *shown])}
+
+
+def policy_rows(rows, held_out, in_sample):
+    """Each policy in a line: [name, level, speedup predicted, in sample, measured, low, high, and tokens per round]."""
+    table = []
+    for r in rows:
+        guess, own, m = held_out[r["policy_digest"]], in_sample[r["policy_digest"]], r["measured"]
+        speedups = [guess["speedup"], own["speedup"], m["speedup"], m["low"], m["high"]]
+        tokens = [guess["tokens_per_round"], own["tokens_per_round"], m["tokens_per_round"]]
+        table.append([r["name"], guess["level"], *(round(v, 4) for v in speedups + tokens)])
+    return table
+
+
+def show(row):
+    """A line of a record for a terminal."""
+    tokens, cost = row["tokens_per_round_error"], row["cost_error"]
+    print(
+        f"{row['id']}: speedup error median {row['median_pct']:.2f} % worst {row['worst_pct']:.2f} %, "
+        f"tokens/round {tokens['median_pct']:.2f}/{tokens['worst_pct']:.2f} %, "
+        f"cost {cost['median_pct']:.2f}/{cost['worst_pct']:.2f} %, rank {row['rank_correlation']}, "
+        f"regret {row['regret_pct']:.2f} % (chose {row['chosen']}, fastest {row['fastest']})",
+        flush=True,
+    )
+
+
+def _kind(row):
+    return f"fp8-{row['controller']}" if row["name"].startswith("fp8") else row["controller"]
+
+
+def _errors(row, guess):
+    """Relative errors of speedup, of tokens a round, and of speedup had tokens a round been known."""
+    m = row["measured"]
+    speedup = guess["speedup"] / m["speedup"]
+    tokens = guess["tokens_per_round"] / m["tokens_per_round"]
+    return speedup - 1.0, tokens - 1.0, speedup / tokens - 1.0
+
+
+def _overlap(row, guess):
+    """Do the two 95 % intervals meet? One of a single document is a point."""
+    m = row["measured"]
+    low, high = guess["low"] or guess["speedup"], guess["high"] or guess["speedup"]
+    return low <= m["high"] and m["low"] <= high
+
+
+def _size(errors):
+    """bias_pct: the median with its sign; positive is predicted too fast."""
+    return {
+        "median_pct": _pct(np.median(np.abs(errors))),
+        "worst_pct": _pct(np.abs(errors).max()),
+        "bias_pct": _pct(np.median(errors)),
+    }
+
+
+def _pct(frac):
+    return round(100.0 * float(frac), 3)
