@@ -3,15 +3,15 @@
     python3 benchmarks/kernels/linear.py [--models 1.5b,8b] [--rows 1,16] [--kinds bf16,fp8] [--sweep] [--out FILE]
 
 Every product runs over so many copies of its weights that none is found in the L2 cache, all in one CUDA graph. The
-peer of a product is F.linear in bf16 with the separate kernels that the fused one replaces; a residual's addition is
-not counted there, it is part of the next norm. "chain" is a model's qkv, out, gate_up and down over all its layers,
-where the peer does everything. Floors are bytes over FLOOR_BYTES_PER_US. --sweep times launch shapes of each product
-instead and prints the best, after ways to overlap a chain. Without it the last line is one JSON document.
+peer of a product is F.linear in bf16 with the separate kernels that the fused one replaces; a norm is counted with the
+product before it, which does most of it. "chain" is a model's qkv, out, gate_up and down over all its layers and
+the head, as a decoder runs them. Floors are bytes over FLOOR_BYTES_PER_US. Every time is gated by an error against
+float32 arithmetic. --sweep times launch shapes of each product instead and prints the best. Without it the last line is
+one JSON document.
 """
 
 import argparse
 import itertools
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -19,9 +19,18 @@ import torch
 import torch.nn.functional as F
 from _bench import finish, gate, input_sets, record, relative_error, time_graph
 
-from specdial.kernels.linear import LinearWorkspace, Quantised, linear, quantise
-from specdial.kernels.linear.launch import linear_triton
+from specdial.kernels.linear import (
+    LinearWorkspace,
+    Prepared,
+    Quantised,
+    linear,
+    linear_gated,
+    linear_into_norm,
+    quantise,
+)
+from specdial.kernels.linear.launch import linear_gated_triton, linear_into_norm_triton, linear_triton
 from specdial.kernels.linear.plan import LinearConfig, plan
+from specdial.kernels.linear.prepared import SHRINK
 from specdial.kernels.norm import add_rms_norm
 from specdial.kernels.swiglu import swiglu
 
@@ -61,75 +70,99 @@ class Product:
 
     N: int
     K: int
-    norm: bool = False
+    after_norm: bool = False  # x is on its way through one
     bias: bool = False
-    residual: bool = False
+    into_norm: bool = False
     gated: bool = False
     wide: bool = False  # float32 out
 
+    @property
+    def columns(self) -> int:
+        return self.N // (2 if self.gated else 1)
+
     def bytes_moved(self, rows: int, item_bytes: int) -> int:
-        width = self.N // (2 if self.gated else 1)
-        return self.N * self.K * item_bytes + rows * (2 * self.K + width * (4 if self.wide or self.residual else 2))
+        out_bytes = 6 if self.into_norm else 4 if self.wide else 2  # of a column: h twice, and h * norm
+        return self.N * self.K * item_bytes + rows * (2 * self.K + self.columns * out_bytes)
 
     def plan(self, rows: int, item_bytes: int) -> LinearConfig:
-        return plan(
-            self.N // (2 if self.gated else 1), self.K, rows, item_bytes=item_bytes, gated=self.gated, normed=self.norm
-        )
+        return plan(self.columns, self.K, rows, item_bytes=item_bytes, gated=self.gated)
 
 
 def products(m: Model) -> dict[str, Product]:
     """By name, in a layer's order; the head last."""
     return {
-        "qkv": Product(m.qkv, m.hidden, norm=True, bias=True),
-        "out": Product(m.hidden, m.mixed, residual=True),
-        "gate_up": Product(2 * m.inner, m.hidden, norm=True, gated=True),
-        "down": Product(m.hidden, m.inner, residual=True),
-        "head": Product(m.vocabulary, m.hidden, norm=True, wide=True),
+        "qkv": Product(m.qkv, m.hidden, after_norm=True, bias=True),
+        "out": Product(m.hidden, m.mixed, into_norm=True),
+        "gate_up": Product(2 * m.inner, m.hidden, after_norm=True, gated=True),
+        "down": Product(m.hidden, m.inner, into_norm=True),
+        "head": Product(m.vocabulary, m.hidden, after_norm=True, wide=True),
     }
 
 
 class Case:
-    """A product's inputs and its calls; weights in `kind`, the peer's in bf16."""
+    """A product's inputs as a decoder has them, and its calls; weights in `kind`, the peer's in bf16."""
 
-    def __init__(self, product: Product, rows: int, workspace: LinearWorkspace) -> None:
+    def __init__(self, name: str, product: Product, rows: int, kind: str, workspace: LinearWorkspace) -> None:
         p = self.product = product
-        self.workspace, self.rows = workspace, rows
-        self.x = torch.randn(rows, p.K, device="cuda", dtype=BF16)
-        self.norm = (1 + 0.1 * torch.randn(p.K, device="cuda")).to(BF16) if p.norm else None
+        self.workspace, self.narrow = workspace, kind == "fp8"
+        half = self.narrow and name != "out"  # attention's output is bf16
+        self.plain = torch.randn(rows, p.K, device="cuda", dtype=BF16)
+        norm = 1 + 0.1 * torch.randn(p.N if p.into_norm else p.K, device="cuda")
+        self.norm = norm.to(BF16)
+        values, shrink, squares = self.plain, 1.0, None
+        if half:
+            values, shrink = (self.plain.float() * SHRINK).half(), SHRINK
+        if p.after_norm:
+            values = (self.plain.float() * norm * shrink).to(values.dtype)
+            parts = -(-p.K // 16)  # as many as a product of 16 columns a program leaves
+            squares = (self.plain.float().square().sum(-1) / parts).expand(parts, rows).contiguous()  # [parts, rows]
+        self.x = Prepared(values, shrink, squares)
         self.bias = torch.randn(p.N, device="cuda", dtype=BF16) if p.bias else None
-        self.residual = torch.randn(rows, p.N, device="cuda", dtype=BF16) if p.residual else None
+        self.residual = torch.randn(rows, p.N, device="cuda", dtype=BF16) if p.into_norm else None
 
-    def options(self) -> dict[str, object]:
-        wide = {"out_dtype": torch.float32} if self.product.wide else {}
-        fixed = {"norm": self.norm, "bias": self.bias, "eps": EPS, "gated": self.product.gated}
-        return fixed | wide
-
-    def ours(self, weight: torch.Tensor | Quantised, config: LinearConfig | None = None) -> torch.Tensor:
-        if config is not None:
-            return linear_triton(
-                self.x, weight, residual=self.residual, workspace=self.workspace, config=config, **self.options()
-            )
-        return linear(
-            self.x, weight, residual=self.residual, workspace=self.workspace, backend="triton", **self.options()
-        )
+    def ours(self, weight: torch.Tensor | Quantised, config: LinearConfig | None = None) -> Prepared | torch.Tensor:
+        options: dict[str, object] = {"workspace": self.workspace}
+        options |= {"backend": "triton"} if config is None else {"config": config}
+        if self.product.gated:
+            return (linear_gated if config is None else linear_gated_triton)(self.x, weight, eps=EPS, **options)
+        if self.product.into_norm:
+            options |= {"residual": self.residual, "norm": self.norm}
+            if config is None:
+                return linear_into_norm(self.x, weight, narrow=self.narrow, **options)
+            return linear_into_norm_triton(self.x, weight, dtype=torch.float16 if self.narrow else BF16, **options)
+        options |= {"bias": self.bias, "eps": EPS, "out_dtype": torch.float32 if self.product.wide else BF16}
+        return (linear if config is None else linear_triton)(self.x, weight, **options)
 
     def peer(self, weight: torch.Tensor) -> torch.Tensor:
-        x = self.x if self.norm is None else add_rms_norm(self.x, None, self.norm, EPS, backend="triton")[0]
-        product = F.linear(x, weight, self.bias)
+        if self.residual is not None:
+            return add_rms_norm(F.linear(self.plain, weight), self.residual, self.norm, EPS, backend="triton")[0]
+        product = F.linear(self.plain, weight, self.bias)
         if self.product.gated:
             return swiglu(product, backend="triton")
         return product.float() if self.product.wide else product
 
     def error(self, weight: torch.Tensor | Quantised, config: LinearConfig | None = None) -> float:
-        """Relative error against float32 arithmetic on the same values."""
-        quantised = isinstance(weight, Quantised)
-        exact = weight.values.float() * weight.scale[:, None] if quantised else weight.float()
+        """The larger relative error of the results, against float32 arithmetic on the same values."""
         if self.residual is not None:
             self.residual.normal_()  # timed calls have added to it
-        before = None if self.residual is None else self.residual.float()
-        wide = {name: t.float() if isinstance(t, torch.Tensor) else t for name, t in self.options().items()}
-        want = linear(self.x.float(), exact, residual=before, backend="reference", **wide)
-        return relative_error(self.ours(weight, config), want)
+        x = self.x.values.float() / self.x.shrink
+        if self.x.squares is not None:
+            x = x * torch.rsqrt(self.x.squares.sum(0) / x.shape[-1] + EPS)[:, None]
+        exact = weight.values.float() * weight.scale[:, None] if isinstance(weight, Quantised) else weight.float()
+        want = F.linear(x, exact, None if self.bias is None else self.bias.float())
+        if self.product.gated:
+            gate, up = want.chunk(2, -1)
+            want = F.silu(gate) * up
+        if self.residual is not None:
+            want = want + self.residual.float()
+        got = self.ours(weight, config)
+        if self.residual is None:
+            return relative_error(got.values.float() / got.shrink if isinstance(got, Prepared) else got, want)
+        return max(
+            relative_error(self.residual, want),
+            relative_error(got.values.float() / got.shrink, want * self.norm.float()),
+            relative_error(got.squares.sum(0), want.square().sum(-1)),
+        )
 
 
 def weight_copies(p: Product, item_bytes: int) -> list[torch.Tensor]:
@@ -157,7 +190,7 @@ def time_products(short: str, rows_list: list[int], kinds: list[str], workspace:
         for kind in kinds:
             weights = in_kind(plain, kind)
             for rows in rows_list:
-                case, id = Case(p, rows, workspace), f"L1-{short}-{name}-r{rows}-{kind}"
+                case, id = Case(name, p, rows, kind, workspace), f"L1-{short}-{name}-r{rows}-{kind}"
                 gate(id, case.error(weights[0]), LIMIT["product"])
                 ours = time_graph([lambda w=w, c=case: c.ours(w) for w in weights]).median_us
                 torchs = time_graph([lambda w=w, c=case: c.peer(w) for w in plain]).median_us
@@ -170,53 +203,62 @@ def time_products(short: str, rows_list: list[int], kinds: list[str], workspace:
 
 
 class Chain:
-    """A model's layers without attention, and their calls: one residual stream x, in place."""
+    """A model's layers without attention, then its head: one step of a decoder."""
 
     def __init__(self, short: str, workspace: LinearWorkspace) -> None:
         self.model, self.workspace = MODELS[short], workspace
-        self.parts = {name: p for name, p in products(self.model).items() if name != "head"}
+        self.parts = products(self.model)
+        head = self.parts["head"]
         self.plain = [
-            {n: torch.randn(p.N, p.K, device="cuda", dtype=BF16).mul_(0.5 * p.K**-0.5) for n, p in self.parts.items()}
+            {
+                n: torch.randn(p.N, p.K, device="cuda", dtype=BF16).mul_(0.5 * p.K**-0.5)
+                for n, p in self.parts.items()
+                if p is not head
+            }
             for _ in range(self.model.layers)
         ]
-        self.layers: list[dict[str, torch.Tensor | Quantised]] = []
+        self.plain_head = torch.randn(head.N, head.K, device="cuda", dtype=BF16)
 
     def start(self, rows: int, kind: str) -> None:
         """New inputs for `rows` rows, weights in `kind`."""
+        self.narrow = kind == "fp8"
         self.layers = [{n: in_kind([w], kind)[0] for n, w in layer.items()} for layer in self.plain]
-        self.x = torch.randn(rows, self.model.hidden, device="cuda", dtype=BF16)
+        self.head = in_kind([self.plain_head], kind)[0]
+        self.embedded = torch.randn(rows, self.model.hidden, device="cuda", dtype=BF16)
         self.mixed = torch.randn(rows, self.model.mixed, device="cuda", dtype=BF16)
         self.norms = [(1 + 0.1 * torch.randn(self.model.hidden, device="cuda")).to(BF16) for _ in range(2)]
         self.bias = torch.randn(self.model.qkv, device="cuda", dtype=BF16)
 
-    def ours(self, call: Callable[..., torch.Tensor]) -> None:
-        """Every layer's products; `call` is `linear` with its backend chosen, told the product's name as well."""
-        x = self.x
+    def bytes_moved(self, rows: int, item_bytes: int) -> int:
+        moved = {name: p.bytes_moved(rows, item_bytes) for name, p in self.parts.items()}
+        return moved.pop("head") + self.model.layers * sum(moved.values())
+
+    def ours(self, backend: str = "triton") -> torch.Tensor:
+        """Logits. Every layer's attention output is `mixed`, so that only the products count."""
+        shared = {"backend": backend, "workspace": self.workspace}
+        h = self.embedded.clone()
+        x: torch.Tensor | Prepared = add_rms_norm(h, None, self.norms[0], EPS, backend=backend)[0]
         for w in self.layers:
-            call("qkv", x, w["qkv"], bias=self.bias, norm=self.norms[0], eps=EPS)
-            call("out", self.mixed, w["out"], residual=x)
-            inner = call("gate_up", x, w["gate_up"], norm=self.norms[1], eps=EPS, gated=True)
-            call("down", inner, w["down"], residual=x)
+            linear(x, w["qkv"], bias=self.bias, eps=EPS, out_dtype=BF16, **shared)
+            into = {"residual": h, "narrow": self.narrow}
+            x = linear_into_norm(self.mixed, w["out"], norm=self.norms[1], **into, **shared)
+            inner = linear_gated(x, w["gate_up"], eps=EPS, **shared)
+            x = linear_into_norm(inner, w["down"], norm=self.norms[0], **into, **shared)
+        return linear(x, self.head, eps=EPS, out_dtype=torch.float32, **shared)
 
-    def peer(self) -> None:
-        branch = torch.zeros_like(self.x)
+    def peer(self) -> torch.Tensor:
+        h = self.embedded.clone()
+        normed, _ = add_rms_norm(h, None, self.norms[0], EPS, backend="triton")
         for w in self.plain:
-            F.linear(add_rms_norm(branch, self.x, self.norms[0], EPS, backend="triton")[0], w["qkv"], self.bias)
-            branch = F.linear(self.mixed, w["out"])
-            normed, _ = add_rms_norm(branch, self.x, self.norms[1], EPS, backend="triton")
-            branch = F.linear(swiglu(F.linear(normed, w["gate_up"]), backend="triton"), w["down"])
-
-    def fused(self, name: str, x: torch.Tensor, weight: torch.Tensor | Quantised, **options: object) -> torch.Tensor:
-        return linear(x, weight, **options, backend="triton", workspace=self.workspace)
+            F.linear(normed, w["qkv"], self.bias)
+            normed, _ = add_rms_norm(F.linear(self.mixed, w["out"]), h, self.norms[1], EPS, backend="triton")
+            inner = swiglu(F.linear(normed, w["gate_up"]), backend="triton")
+            normed, _ = add_rms_norm(F.linear(inner, w["down"]), h, self.norms[0], EPS, backend="triton")
+        return torch.mm(normed, self.plain_head.t(), out_dtype=torch.float32)
 
     def error(self) -> float:
-        """Relative error of the stream after all layers, against the reference."""
-        before = self.x.clone()
-        self.ours(lambda name, x, w, **options: linear(x, w, **options, backend="reference"))
-        want = self.x.clone()
-        self.x.copy_(before)
-        self.ours(self.fused)
-        return relative_error(self.x, want)
+        """Relative error of the logits, against the reference."""
+        return relative_error(self.ours(), self.ours("reference"))
 
 
 def time_chain(short: str, rows_list: list[int], kinds: list[str], workspace: LinearWorkspace) -> list[dict]:
@@ -226,58 +268,30 @@ def time_chain(short: str, rows_list: list[int], kinds: list[str], workspace: Li
         chain.start(rows, kind)
         id = f"L1-{short}-chain-r{rows}-{kind}"
         gate(id, chain.error(), LIMIT["chain"])
-        ours_us = time_graph([lambda: chain.ours(chain.fused)]).median_us
+        ours_us = time_graph([chain.ours]).median_us
         peers = {"torch bf16": round(time_graph([chain.peer]).median_us, 1)}
-        moved = chain.model.layers * sum(p.bytes_moved(rows, KINDS[kind]) for p in chain.parts.values())
-        title = f"{chain.model.layers} layers' products, {rows} rows, {kind}, {chain.model.name}"
-        records.append(result(id, title, ours_us, moved, peers))
+        title = f"{chain.model.layers} layers' products and the head, {rows} rows, {kind}, {chain.model.name}"
+        records.append(result(id, title, ours_us, chain.bytes_moved(rows, KINDS[kind]), peers))
     return records
 
 
-VARIANTS: dict[str, Callable[[LinearConfig], LinearConfig]] = {
-    "plan": lambda c: c,
-    "no prefetch": lambda c: replace(c, prefetch_bytes=0),
-    "prefetch / 4": lambda c: replace(c, prefetch_bytes=c.prefetch_bytes // 4),
-    "not kept": lambda c: replace(c, keep=False),
-    "late": lambda c: replace(c, late=True),
-    "late, no prefetch": lambda c: replace(c, late=True, prefetch_bytes=0),
-}
-
-
-def sweep_chain(short: str, rows_list: list[int], kinds: list[str], workspace: LinearWorkspace) -> None:
-    """Print what prefetching and early launch are worth where one product follows another."""
-    chain = Chain(short, workspace)
-    for kind, rows in itertools.product(kinds, rows_list):
-        chain.start(rows, kind)
-        moved = chain.model.layers * sum(p.bytes_moved(rows, KINDS[kind]) for p in chain.parts.values())
-        times = []
-        for name, vary in VARIANTS.items():
-
-            def call(product, x, weight, vary=vary, rows=rows, kind=kind, **options):
-                config = vary(chain.parts[product].plan(rows, KINDS[kind]))
-                return linear_triton(x, weight, **options, workspace=workspace, config=config)
-
-            times.append(f"{name} {time_graph([lambda c=call: chain.ours(c)]).median_us:.0f}")
-        print(f"{short} chain r{rows} {kind}: floor {moved / FLOOR_BYTES_PER_US:.0f}: {' | '.join(times)}", flush=True)
-
-
 def candidates(p: Product, rows: int, item_bytes: int) -> list[LinearConfig]:
-    """The plan and its neighbours, one change each."""
+    """The plan first, then its neighbours, one change each."""
     base = p.plan(rows, item_bytes)
-    found = [base, replace(base, prefetch_bytes=0), replace(base, prefetch_bytes=2 * base.prefetch_bytes)]
-    found.append(replace(base, block_k=base.block_k // 2, stages=2 * base.stages - 1))
-    found.append(replace(base, block_k=2 * base.block_k, stages=base.stages // 2 + 1))
+    found = [base, replace(base, prefetch_bytes=0 if base.prefetch_bytes else 32 << 10)]
+    found.append(replace(base, stages=base.stages - 1))
+    found.append(replace(base, stages=base.stages + 1))
+    found.append(replace(base, block_k=base.block_k // 2, stages=base.stages + 2))
+    found.append(replace(base, block_k=2 * base.block_k, stages=max(3, base.stages - 1)))
     for block_n in (base.block_n // 2, 2 * base.block_n):
         fold = 64 // block_n
         if block_n in (8, 16, 32, 64) and fold * base.block_m <= 256:
             block_m = max(base.block_m, 16 // fold)
-            found.append(replace(base, block_n=block_n, fold=fold, block_m=block_m,
-                                 block_k=base.block_k // base.fold * fold))  # fmt: skip
+            other = replace(base, block_n=block_n, fold=fold, block_m=block_m, block_k=base.block_k // base.fold * fold)
+            found += [other, replace(other, splits=2 * other.splits)]
     found.append(replace(base, splits=2 * base.splits))
-    if base.fold > 1:  # tall tiles and a split instead of a fold
-        tiles, block_k = -(-p.N // (128 if p.gated else 64)), base.block_k // base.fold
-        found.append(replace(base, block_n=64, fold=1, block_m=max(16, base.block_m), block_k=block_k,
-                             splits=max(1, min(132 // tiles, p.K // block_k // 2, 16))))  # fmt: skip
+    if base.splits > 1:
+        found.append(replace(base, splits=base.splits // 2))
     return found
 
 
@@ -290,7 +304,7 @@ def sweep(short: str, rows_list: list[int], kinds: list[str], workspace: LinearW
     for (name, p), kind in itertools.product(products(MODELS[short]).items(), kinds):
         weights = in_kind(weight_copies(p, 1), kind)
         for rows in rows_list:
-            case, times = Case(p, rows, workspace), []
+            case, times = Case(name, p, rows, kind, workspace), []
             for number, config in enumerate(candidates(p, rows, KINDS[kind])):
                 try:
                     error = case.error(weights[0], config)
@@ -327,7 +341,6 @@ def main() -> None:
     records = []
     for short in options.models.split(","):
         if options.sweep:
-            sweep_chain(short, rows[:1], kinds, workspace)
             sweep(short, rows, kinds, workspace)
         else:
             records += time_chain(short, rows, kinds, workspace) + time_products(short, rows, kinds, workspace)
