@@ -37,12 +37,8 @@ def policy(name, controller=FIXED, **more):
 
 
 def prompts(*lengths):
-    """Text that repeats itself now and then, so that lookup finds something."""
-    found = []
-    for seed, tokens in enumerate(lengths):
-        random = np.random.default_rng(seed)
-        found.append(random.integers(0, 256, tokens).tolist())
-    return found
+    """Random tokens. What the tiny target writes after them repeats itself, so that lookup finds something."""
+    return [np.random.default_rng(seed).integers(0, 256, tokens).tolist() for seed, tokens in enumerate(lengths)]
 
 
 @pytest.fixture(scope="module")
