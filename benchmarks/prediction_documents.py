@@ -32,18 +32,18 @@ def from_prompts(ids, train, test, new_tokens):
     ids: [prompts, context]. Prompts of running text overlap their neighbours, hence the distance. Raises UserError
     where too few are left.
     """
-    prompts = [row.tolist() for row in ids]
-    known = {run for prompt in prompts[:train] for run in _runs(prompt)}
-    apart = [i for i in range(train, len(prompts)) if known.isdisjoint(_runs(prompts[i]))]
-    if len(prompts) < train or len(apart) < test:
-        cause = f"of {len(prompts)} prompts, {len(apart)} share no text with the first {train}; {test} are needed"
+    known = {run for prompt in ids[:train] for run in _runs(prompt)}
+    apart = [i for i in range(train, len(ids)) if known.isdisjoint(_runs(ids[i]))]
+    if len(ids) < train or len(apart) < test:
+        cause = f"of {len(ids)} prompts, {len(apart)} share no text with the first {train}; {test} are needed"
         raise UserError(cause, "ask for fewer documents, or write a file of more prompts")
     chosen = [(i, "train") for i in range(train)] + [(i, "test") for i in apart[-test:]]
-    return _numbered([Document(i, f"prompt-{i:03d}", split, prompts[i], new_tokens) for i, split in chosen])
+    return _numbered([Document(i, f"prompt-{i:03d}", split, ids[i].tolist(), new_tokens) for i, split in chosen])
 
 
 def _runs(prompt):
-    return {tuple(prompt[i : i + SHARED_RUN]) for i in range(len(prompt) - SHARED_RUN + 1)}
+    """Hashes of every run: two runs that only seem equal cost a test document, no more."""
+    return {hash(prompt[i : i + SHARED_RUN].tobytes()) for i in range(len(prompt) - SHARED_RUN + 1)}
 
 
 def _numbered(documents):

@@ -1,0 +1,139 @@
+"""The prediction benchmark: a dry run on tiny weights, its documents, and its arithmetic on made-up numbers."""
+
+import importlib
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from specdial.engine.trace.reader import read_trace
+from specdial.policies.errors import UserError
+from specdial.policies.file import policy_digest
+from specdial.simulator.lanes import read_record
+from specdial.simulator.synthetic import Shape, write_trace
+
+FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
+
+
+@pytest.fixture
+def script(monkeypatch):
+    """script("prediction") -> the module, its neighbours importable as when it is run."""
+    for folder in (FOLDER, FOLDER / "kernels", FOLDER / "engine"):
+        monkeypatch.syspath_prepend(str(folder))
+    return importlib.import_module
+
+
+def test_dry_run_over_every_batch_with_float8_and_traces(script, tiny_checkpoint, tmp_path, capsys):
+    model = str(tiny_checkpoint("qwen2", vocab_size=288))
+    sizes = ["--train", "4", "--test", "4", "--new-tokens", "32"]
+    command = ["--dry", "--model", model, "--workloads", "novel", "--fp8", "--traces", str(tmp_path), *sizes]
+    rows = {row["id"]: row for row in script("prediction").main(command)}
+    assert set(rows) == {f"dry-novel-300-B{b}{tail}" for b in (1, 2) for tail in ("", "-in-sample")}
+    for id, row in rows.items():
+        batch = int(id.split("-B")[1][0])
+        assert row["value"] == pytest.approx(row["median_pct"], abs=1e-4)
+        assert row["median_pct"] <= row["worst_pct"]
+        assert set(row["by_controller"]) == {"fixed", "entropy", "confidence", "rate", "fp8-fixed"}
+        assert row["documents"] == {"train": 4, "test": 2 if batch == 1 else 4}
+        assert row["tokens"] == {"train": 128, "test": 64 if batch == 1 else 128}
+        assert row["outputs_differing_from_plain"] == 0
+        assert -1 <= row["rank_correlation"] <= 1
+        for name, bar in row["bar"].items():
+            assert bar["met"] == (row[name] <= bar["at_most"])
+        assert "/" not in row["command"].removeprefix("python3 benchmarks/prediction.py")
+    for batch in (1, 2):
+        table = rows[f"dry-novel-300-B{batch}"]["policies"]
+        dense = [line for line in table if not line[0].startswith("fp8")]
+        assert len(dense) == 25
+        assert len(table) == 31
+        assert len({line[0] for line in table}) == 31
+        assert table[0][0] == "plain"
+        assert {line[1] for line in dense} == {"exact"}
+        for *_, own_tokens, measured_tokens in dense:
+            assert own_tokens == measured_tokens  # dense replay is exact on a CPU: what is left is cost
+    left = read_trace(tmp_path / f"{Path(model).stem}-novel-300")
+    assert [d["split"] for d in left.meta["documents"]] == ["train"] * 3
+    assert model not in json.dumps(left.meta)
+    assert set(json.loads(capsys.readouterr().out.splitlines()[-1])) == set(rows)
+
+
+def test_a_dry_run_cannot_be_written(script, tmp_path):
+    with pytest.raises(SystemExit):
+        script("prediction").main(["--dry", "--out", str(tmp_path / "x.json")])
+
+
+def test_too_few_documents_for_a_batch_are_refused_before_anything_runs(script, tiny_checkpoint):
+    with pytest.raises(UserError, match="batch 3"):
+        script("prediction").main(["--dry", "--model", str(tiny_checkpoint("qwen2")), "--batches", "1", "3"])
+
+
+def test_prompts_that_share_text_with_train_documents_are_not_tested_on(script):
+    text = np.random.default_rng(0).integers(0, 1000, 6000)
+    ids = np.stack([text[i * 400 : i * 400 + 600] for i in range(12)])  # neighbours share 200 tokens
+    module = script("prediction_documents")
+    far = module.from_prompts(ids, 4, 3, 8)
+    assert [d.name for d in far] == [f"prompt-{i:03d}" for i in (0, 1, 2, 3, 9, 10, 11)]
+    assert [d.split for d in far] == ["train"] * 4 + ["test"] * 3
+    assert [d.index for d in far] == list(range(7))
+    near = np.stack([text[i * 200 : i * 200 + 600] for i in range(12)])  # and these 400, more than a run
+    found = module.from_prompts(near, 4, 7, 8)
+    assert [d.name for d in found if d.split == "test"] == [f"prompt-{i:03d}" for i in range(5, 12)]
+    with pytest.raises(UserError, match="7 share no text with the first 4; 8 are needed"):
+        module.from_prompts(near, 4, 8, 8)
+
+
+def test_built_documents_share_no_text(script, tiny_model):
+    module = script("prediction_documents")
+    spec = module.spec_of("novel", 300, 5, 2, 8)
+    documents = module.built(spec, tiny_model("qwen2").tokenizer)
+    assert [d.split for d in documents] == ["train"] * 5 + ["test"] * 2
+    claims = [(name, start, end, d.split) for d in documents for name, start, end in d.meta["source"]]
+    for name, start, end, split in claims:
+        assert not any(
+            name == other and split != theirs and start < stop and begin < end for other, begin, stop, theirs in claims
+        )
+
+
+def test_the_grid_has_two_dozen_lossless_policies_all_different(script, tmp_path):
+    module = script("prediction_policies")
+    write_trace(tmp_path / "trace", Shape())
+    record = read_record(read_trace(tmp_path / "trace"))
+    policies = [*module.fixed(record), *module.adaptive(record, [0.21, 0.35])]
+    assert len({policy_digest(p) for p in policies}) == len({p.name for p in policies}) == 24
+    assert all(p.lossless and p.k_max <= module.K_MAX for p in policies)
+    gammas = {p.draft_kv.budget: p.controller.gamma for p in policies if p.controller.kind == "rate"}
+    assert gammas == {128: 0.21, 256: 0.35}
+
+
+def made_up(name, k_max, speedup, tokens):
+    measured = {"speedup": speedup, "low": speedup - 0.01, "high": speedup + 0.01, "tokens_per_round": tokens}
+    return {"name": name, "policy_digest": name, "controller": "fixed", "k_max": k_max, "measured": measured}
+
+
+def guess(speedup, tokens):
+    return {"speedup": speedup, "tokens_per_round": tokens, "low": None, "high": None}
+
+
+def test_errors_split_into_tokens_and_cost(script):
+    rows = [made_up("plain", 0, 1.0, 1.0), made_up("a", 4, 2.0, 3.0), made_up("b", 4, 1.6, 2.0)]
+    guesses = {"plain": guess(1.0, 1.0), "a": guess(1.5, 3.3), "b": guess(1.84, 2.0)}
+    found = script("prediction_records").compared(rows, guesses)
+    assert found["worst_pct"] == 25.0
+    assert found["median_pct"] == 20.0
+    assert found["tokens_per_round_error"] == {"median_pct": 5.0, "worst_pct": 10.0, "bias_pct": 5.0}
+    worst_cost = 100 * (1 - 0.75 / 1.1)  # 1.5 / 2 = (1 + tokens error) (1 + cost error)
+    assert found["cost_error"]["worst_pct"] == pytest.approx(worst_cost, abs=1e-3)
+    assert found["regret_pct"] == pytest.approx(20.0)  # b was chosen, a is faster
+    assert (found["chosen"], found["fastest"]) == ("b", "a")
+    assert found["rank_correlation"] == 0.5
+    assert found["intervals_overlap_frac"] == 0.0
+
+
+def test_a_perfect_prediction_has_no_error(script):
+    rows = [made_up("plain", 0, 1.0, 1.0), made_up("a", 4, 2.0, 3.0), made_up("b", 4, 1.6, 2.0)]
+    found = script("prediction_records").compared(
+        rows, {r["name"]: guess(r["measured"]["speedup"], r["measured"]["tokens_per_round"]) for r in rows}
+    )
+    assert found["worst_pct"] == found["cost_error"]["worst_pct"] == found["regret_pct"] == 0.0
+    assert found["rank_correlation"] == found["intervals_overlap_frac"] == 1.0
