@@ -118,7 +118,7 @@ class QuestDraft:
                 workspace = workspace_for(q, keys, indices, page=kv.page)
             return sparse_attention(
                 q, keys, values, indices, counts, tail_start=whole * kv.page, lengths=lengths, backend=s.backend,
-                page=kv.page, workspace=workspace,
+                page=kv.page, workspace=workspace, fresh=True,
             )  # fmt: skip
 
         return propose(s.forward_rows(tokens[:, None], lengths, attend)[:, -1], s.backend)

@@ -40,6 +40,8 @@ def full_attention(
     q: [B, T, H, D]; k_cache, v_cache: [B, Hk, S, D], the block's own keys already written at lengths[b] ..
     lengths[b]+T-1; lengths: [B] integer, keys cached before the block. Row t of sequence b sees keys 0 .. lengths[b]+t.
     Strides are free except the last, which is 1. lengths[b] + T <= S is the caller's contract: it is not read here.
+    On a device with early launch, lengths are read and keys before them asked for while the kernel just before may
+    still run: they must be older than it.
     Returns out [B, T, H, D] and, with `mass`, the softmax weight every key received from each row, summed over the
     query heads of its kv head, float32, each row summing to G: [B, Hk, T, S] for True or "token", [B, Hk, T,
     ceil(S / page_tokens)] summed over pages for "page"; else None. `splits` overrides the number of splits per kv head.

@@ -16,6 +16,15 @@ def await_previous():
 
 
 @triton.jit
+def prefetch_lines(addresses, wanted):
+    """Ask the L2 cache for the 128-byte lines at `addresses`, pointers, where `wanted`. It waits for nothing."""
+    tl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.u32 $0, 0; }",
+        "=r,l,r", [addresses.to(tl.int64), wanted.to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
 def split_plan(lengths, B, more, most_tiles, slots, BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr):
     """Share the tiles of all sequences over `slots` programs: (tiles [BLOCK_B], chunks [BLOCK_B], chunk).
 

@@ -8,7 +8,9 @@ sequence y (its last partial tile and the new block); the others share all full 
 import triton
 import triton.language as tl
 
-from specdial.kernels.full_attention.plan import await_previous, split_plan
+from specdial.kernels.full_attention.plan import await_previous, prefetch_lines, split_plan
+
+AHEAD_TILES = tl.constexpr(2)  # of K and V: what memory delivers while the kernel before finishes
 
 
 @triton.jit
@@ -67,9 +69,8 @@ def split_kernel(
     """Attention of one row tile over one chunk of keys: partial output and log-sum-exp (base 2).
 
     With TMA, k_desc and v_desc describe the caches as rows [., D] in tiles of BLOCK_N rows; else they are not read.
+    What is older than the kernel before this one comes ahead of the wait: lengths, and the first full tiles' lines.
     """
-    if PDL:
-        await_previous()
     kv_head = tl.program_id(0) // m_tiles
     kv_heads = tl.num_programs(0) // m_tiles
     part = tl.program_id(1)  # 0 .. B-1: masked end of a sequence; B .. B+slots-1: full tiles
@@ -86,6 +87,20 @@ def split_kernel(
         own = tl.arange(0, BLOCK_B) == b
         begin = (slot - tl.sum(tl.where(own, ends - chunks, 0))) * chunk
         stop = tl.minimum(begin + chunk, tl.sum(tl.where(own, tiles, 0)))
+    d = tl.arange(0, D)
+    keys = tl.arange(0, BLOCK_N)
+    b64 = b.to(tl.int64)
+    k_head = b64 * k_sb + kv_head.to(tl.int64) * k_sh
+    v_head = b64 * v_sb + kv_head.to(tl.int64) * v_sh
+    if PDL:
+        LINE: tl.constexpr = 1024 // k.dtype.element_ty.primitive_bitwidth  # elements
+        line = tl.arange(0, D // LINE) * LINE
+        for ahead in tl.static_range(AHEAD_TILES):
+            rows_ahead = (begin + ahead) * BLOCK_N + keys[:, None].to(tl.int64)
+            wanted = (keys[:, None] >= 0) & (line[None, :] >= 0) & (begin + ahead < stop)
+            prefetch_lines(k + k_head + rows_ahead * k_ss + line[None, :], wanted)
+            prefetch_lines(v + v_head + rows_ahead * v_ss + line[None, :], wanted)
+        await_previous()
     if (begin >= stop) & (part >= B):
         return
 
@@ -93,13 +108,8 @@ def split_kernel(
     row_ok = rows < M
     t = rows // G
     g = rows % G
-    d = tl.arange(0, D)
-    keys = tl.arange(0, BLOCK_N)
-    b64 = b.to(tl.int64)
     q_rows = q + b64 * q_sb + t.to(tl.int64) * q_st + (kv_head * G + g).to(tl.int64) * q_sh
     q_tile = tl.load(q_rows[:, None] + d[None, :], mask=row_ok[:, None], other=0.0)  # [BLOCK_M, D]
-    k_head = b64 * k_sb + kv_head.to(tl.int64) * k_sh
-    v_head = b64 * v_sb + kv_head.to(tl.int64) * v_sh
     k_ptrs = k + k_head + keys[None, :].to(tl.int64) * k_ss + d[:, None]
     v_ptrs = v + v_head + keys[:, None].to(tl.int64) * v_ss + d[None, :]
     head = b64 * kv_heads + kv_head

@@ -44,7 +44,8 @@ def rope_and_cache(
     cos, sin: [P, D/2] float32, P >= S: of position * inverse frequency, times the attention factor; channel i turns
     with i + D/2. A slice [..., : D/2] of a wider table will do.
     q_norm, k_norm: [D], both or neither: RMS norm of every head with `eps`, rounded as `add_rms_norm` rounds. Rotation
-    is in float32, product by product, then rounded to the dtype. qkv and the caches: last stride 1, else free.
+    is in float32, product by product, then rounded to the dtype. qkv and the caches: last stride 1, else free. On a
+    device with early launch lengths are read while the kernel just before may still run: they must be older than it.
     Raises ValueError on a wrong shape, dtype, device, stride or backend.
     """
     check_shape("qkv", qkv, (None, None, None))

@@ -25,9 +25,10 @@ def rope_and_cache_kernel(
     T, H, Hk, S, P, ahead, eps,
     D: tl.constexpr, BLOCK_D: tl.constexpr, HEADS: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Axis 0: position b*T + t. Axis 1: blocks of HEADS heads, all of q, then all of k, then all of v."""
-    if PDL:
-        await_previous()
+    """Axis 0: position b*T + t. Axis 1: blocks of HEADS heads, all of q, then all of k, then all of v.
+
+    Lengths and angles are read ahead of the wait: they are older than the kernel before this one.
+    """
     b = (tl.program_id(0) // T).to(tl.int64)
     t = (tl.program_id(0) % T).to(tl.int64)
     position = tl.load(lengths + b).to(tl.int64) + ahead + t
@@ -42,6 +43,11 @@ def rope_and_cache_kernel(
     inside = d < D // 2
     mask = kept[:, None] & inside[None, :]
     column = tl.where(is_q, 0, tl.where(is_v, H + Hk, H)) + head
+    angle = tl.minimum(tl.maximum(position, 0), P - 1)
+    c = tl.load(cos + angle * cos_ss + d, mask=inside, other=0.0)[None, :]
+    s = tl.load(sin + angle * sin_ss + d, mask=inside, other=0.0)[None, :]
+    if PDL:
+        await_previous()
     source = qkv + b * qkv_sb + t * qkv_st + column[:, None] * D + d[None, :]
     low = tl.load(source, mask=mask, other=0.0)  # [HEADS, D/2]
     high = tl.load(source + D // 2, mask=mask, other=0.0)
@@ -57,9 +63,6 @@ def rope_and_cache_kernel(
             if is_q == 0:
                 norm = k_norm
             low, high = _norm_halves(low, high, norm, d, inside, eps, D)
-        angle = tl.minimum(tl.maximum(position, 0), P - 1)
-        c = tl.load(cos + angle * cos_ss + d, mask=inside, other=0.0)[None, :]
-        s = tl.load(sin + angle * sin_ss + d, mask=inside, other=0.0)[None, :]
         wide_low, wide_high = low.to(tl.float32), high.to(tl.float32)
         turned_low = (wide_low * c - wide_high * s).to(low.dtype)  # compiled without fused multiply-add: torch's bits
         turned_high = (wide_high * c + wide_low * s).to(low.dtype)

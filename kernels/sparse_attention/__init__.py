@@ -33,6 +33,7 @@ def sparse_attention(
     backend: Backend,
     page: int = 1,
     workspace: SparseWorkspace | None = None,
+    fresh: bool = False,
 ) -> torch.Tensor:
     """Softmax attention of row t over the selected keys and the tail tail_start[b] .. lengths[b]+t.
 
@@ -47,6 +48,8 @@ def sparse_attention(
     Returns [B, T, H, D] in q's dtype. Scores are scaled by D**-0.5, the softmax is in float32.
     workspace: reused between calls of backend "triton" (one stream at a time); without one, a call that splits the
     selection allocates and clears its own.
+    fresh: the kernel just before this one made the selection. Otherwise, on a device with early launch, indices,
+    counts, tail_start and lengths are read while that kernel may still run: they must be older than it.
     Raises ValueError for wrong shapes, dtypes, devices or strides.
     """
     _check(q, k_cache, v_cache, indices, counts)
@@ -65,8 +68,9 @@ def sparse_attention(
     from specdial.kernels.sparse_attention.triton import sparse_attention_triton
 
     return sparse_attention_triton(
-        q, k_cache, v_cache, indices, counts, tail_start=tail_start, lengths=lengths, page=page, workspace=workspace
-    )
+        q, k_cache, v_cache, indices, counts, tail_start=tail_start, lengths=lengths, page=page, workspace=workspace,
+        fresh=fresh,
+    )  # fmt: skip
 
 
 def workspace_for(q: torch.Tensor, k_cache: torch.Tensor, indices: torch.Tensor, *, page: int = 1) -> SparseWorkspace:

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from specdial.kernels.full_attention.launch import launch_options
-from specdial.kernels.full_attention.plan import await_previous
+from specdial.kernels.full_attention.plan import await_previous, prefetch_lines
 from specdial.kernels.sparse_attention.workspace import SparseWorkspace
 
 LOG2_E = 1.4426950408889634
@@ -39,9 +39,9 @@ def _sparse_attention(
     stride_qb, stride_qt, stride_qh, stride_kb, stride_kh, stride_ks, stride_ib, stride_ih, stride_cb, stride_ch,
     scale, Hk, T: tl.constexpr, G: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, ROW_BLOCKS: tl.constexpr, STAGES: tl.constexpr,
-    PRECISION: tl.constexpr, PDL: tl.constexpr,
+    PRECISION: tl.constexpr, FRESH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    if PDL:
+    if PDL and FRESH:
         await_previous()
     pair = tl.program_id(0) // SPLITS  # (sequence, kv head)
     split = tl.program_id(0) % SPLITS
@@ -57,8 +57,21 @@ def _sparse_attention(
     first = split * tiles * BLOCK_N
     last = tl.minimum(first + tiles * BLOCK_N, total)
 
-    row = row_block * BLOCK_M + tl.arange(0, BLOCK_M)  # row t*G+g
     d = tl.arange(0, D)
+    k += b * stride_kb + h * stride_kh
+    v += b * stride_kb + h * stride_kh
+    lane = tl.arange(0, BLOCK_N)
+    ahead = tl.load(indices + (first + lane) // PAGE, mask=first + lane < selected, other=0)
+    if PDL and not FRESH:  # the selection and its keys are older than the kernel before this one
+        if k.dtype.element_ty.primitive_bitwidth == 16:
+            line = tl.arange(0, D // 64) * 64
+            place = ((ahead * PAGE + (first + lane) % PAGE) * stride_ks)[:, None] + line[None, :]
+            wanted = (first + lane < selected)[:, None] & (line[None, :] >= 0)
+            prefetch_lines(k + place, wanted)
+            prefetch_lines(v + place, wanted)
+        await_previous()
+
+    row = row_block * BLOCK_M + tl.arange(0, BLOCK_M)  # row t*G+g
     row_used = row < T * G
     head = h * G + row % G
     q_rows = q + b * stride_qb + (row // G) * stride_qt + head * stride_qh
@@ -68,10 +81,6 @@ def _sparse_attention(
     maximum = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total_mass = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, D], tl.float32)
-    k += b * stride_kb + h * stride_kh
-    v += b * stride_kb + h * stride_kh
-    lane = tl.arange(0, BLOCK_N)
-    ahead = tl.load(indices + (first + lane) // PAGE, mask=first + lane < selected, other=0)
     for tile in tl.range(first, last, BLOCK_N, num_stages=STAGES):
         slot = tile + lane
         chosen = ahead * PAGE + slot % PAGE
@@ -140,6 +149,7 @@ def sparse_attention_triton(
     lengths: torch.Tensor,
     page: int = 1,
     workspace: SparseWorkspace | None = None,
+    fresh: bool = False,
     config: SparseConfig | None = None,
 ) -> torch.Tensor:
     """See `sparse_attention`. `config` overrides the launch shape, for sweeps."""
@@ -166,7 +176,7 @@ def sparse_attention_triton(
         *q.stride()[:3], *k_cache.stride()[:3], *indices.stride()[:2], *count_stride,
         D**-0.5 * LOG2_E, Hk, T=T, G=G, D=D, PAGE=page, BLOCK_M=config.block_m, BLOCK_N=config.block_n,
         SPLITS=config.splits, ROW_BLOCKS=row_blocks, STAGES=config.stages,
-        PRECISION="ieee" if q.dtype == torch.float32 else "tf32", num_warps=config.warps, **launch_options(q.device),
+        PRECISION="ieee" if q.dtype == torch.float32 else "tf32", FRESH=fresh, num_warps=config.warps, **launch_options(q.device),
     )  # fmt: skip
     return out
 

@@ -90,7 +90,7 @@ def test_sparse_attention_neither_spills_nor_waits_for_the_tile_it_just_asked_fo
     constants = {
         "T": T, "G": G, "D": D, "PAGE": page, "BLOCK_M": config.block_m, "BLOCK_N": config.block_n,
         "SPLITS": config.splits, "ROW_BLOCKS": -(-T * G // config.block_m), "STAGES": config.stages,
-        "PRECISION": "ieee" if dtype == "fp32" else "tf32", "PDL": True,
+        "PRECISION": "ieee" if dtype == "fp32" else "tf32", "FRESH": False, "PDL": True,
     }  # fmt: skip
     built = compile_for_h200(
         sparse._sparse_attention, {"Hk"}, constants, {"num_warps": config.warps}, f"*{dtype}", tmp_path
