@@ -176,7 +176,8 @@ def sparse_attention_triton(
         *q.stride()[:3], *k_cache.stride()[:3], *indices.stride()[:2], *count_stride,
         D**-0.5 * LOG2_E, Hk, T=T, G=G, D=D, PAGE=page, BLOCK_M=config.block_m, BLOCK_N=config.block_n,
         SPLITS=config.splits, ROW_BLOCKS=row_blocks, STAGES=config.stages,
-        PRECISION="ieee" if q.dtype == torch.float32 else "tf32", FRESH=fresh, num_warps=config.warps, **launch_options(q.device),
+        PRECISION="ieee" if q.dtype == torch.float32 else "tf32", FRESH=fresh, num_warps=config.warps,
+        **launch_options(q.device),
     )  # fmt: skip
     return out
 

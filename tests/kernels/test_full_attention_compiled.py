@@ -45,7 +45,16 @@ def compile_kernel(kernel, types: dict[str, str], constants: dict[str, object], 
 
 @pytest.mark.parametrize(
     ("rows", "group", "mass", "programs"),
-    [(4, 4, 0, 3), (8, 8, 1, 3), (20, 4, 1, 2), (40, 8, 0, 1), (40, 8, 1, 1), (78, 6, 0, 1), (78, 6, 1, 1), (128, 8, 1, 1)],
+    [
+        (4, 4, 0, 3),
+        (8, 8, 1, 3),
+        (20, 4, 1, 2),
+        (40, 8, 0, 1),
+        (40, 8, 1, 1),
+        (78, 6, 0, 1),
+        (78, 6, 1, 1),
+        (128, 8, 1, 1),
+    ],  # fmt: skip
 )
 def test_split_kernel_fits(rows: int, group: int, mass: int, programs: int) -> None:
     """`programs` of it run on a multiprocessor at once, and K and V come through the copy engine in stages."""
