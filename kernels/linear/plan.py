@@ -13,6 +13,7 @@ SHARED_BYTES = 112 << 10  # of a program, two of them on a multiprocessor
 LONE_BYTES = 150 << 10  # of a program that has one to itself; the next kernel's small ones fit beside it
 LEAST_COLUMNS = 8  # of a program
 X_BYTES = 2  # of an element of x
+MOST_ACCUMULATORS = 256  # columns of tensor-core results of a program, TILE_ROWS each: half of its registers
 SMALL_FRAC = 1 / 8  # of the weights' traffic, for x
 ENOUGH_FRAC = 0.7  # of the multiprocessors saturate memory: fewer programs are worth a smaller tile or a split
 UNEVEN = 1.5  # tiles of the busiest multiprocessor, over the mean, that are worth a smaller tile
@@ -76,7 +77,7 @@ def plan(N: int, K: int, rows: int, *, item_bytes: int, gated: bool = False, pro
     padded = max(4, 1 << (rows - 1).bit_length())
     if item_bytes == 4:  # for checking, not for speed
         return LinearConfig(32, max(16, padded), 32, 1, 1, 4, 2, 0)
-    block_n = _tile(N, K, rows, item_bytes=item_bytes, gated=gated, processors=processors)
+    block_n = _tile(N, K, rows, padded, item_bytes=item_bytes, gated=gated, processors=processors)
     fold, tiles = TILE_ROWS // block_n, -(-N // block_n)
     block_m = max(padded, 16 // fold)  # 16 columns of the right operand are the compiler's least
 
@@ -110,7 +111,7 @@ def plan(N: int, K: int, rows: int, *, item_bytes: int, gated: bool = False, pro
     return replace(config, splits=splits, stages=stages, prefetch_bytes=prefetch_bytes)
 
 
-def _tile(N: int, K: int, rows: int, *, item_bytes: int, gated: bool, processors: int) -> int:
+def _tile(N: int, K: int, rows: int, padded: int, *, item_bytes: int, gated: bool, processors: int) -> int:
     """Output columns of a program: as many as leave ENOUGH_FRAC of the multiprocessors with a tile.
 
     But not so few that x's traffic from the L2 cache exceeds that of the weights (for short rows twice that): K is
@@ -119,17 +120,17 @@ def _tile(N: int, K: int, rows: int, *, item_bytes: int, gated: bool, processors
     """
     matrices = 2 if gated else 1
 
-    def traffic(block_n: int) -> float:
-        return rows * X_BYTES / (block_n * matrices * item_bytes)
+    def fits(block_n: int, most_traffic: float) -> bool:
+        columns = TILE_ROWS // block_n * padded * matrices
+        traffic = rows * X_BYTES / (block_n * matrices * item_bytes)
+        return block_n >= LEAST_COLUMNS and columns <= MOST_ACCUMULATORS and traffic <= most_traffic
 
     most_traffic = 2 if K * item_bytes <= LONG_ROW_BYTES else 1
     block_n = TILE_ROWS
-    while block_n > LEAST_COLUMNS and -(-N // block_n) < ENOUGH_FRAC * processors:
-        if traffic(block_n // 2) > most_traffic:
-            return block_n
+    while -(-N // block_n) < ENOUGH_FRAC * processors and fits(block_n // 2, most_traffic):
         block_n //= 2
     each = -(-N // block_n) / processors
-    small = traffic(block_n // 2) <= (1 if item_bytes == 1 else SMALL_FRAC)
-    if block_n > LEAST_COLUMNS and math.ceil(each) / each > UNEVEN and small:
+    uneven = each >= ENOUGH_FRAC and math.ceil(each) / each > UNEVEN
+    if uneven and fits(block_n // 2, 1 if item_bytes == 1 else SMALL_FRAC):
         block_n //= 2
     return block_n

@@ -143,7 +143,6 @@ def linear_kernel(
     acc = _unfold(acc, same, BLOCK_N, BLOCK_M, FOLD)  # [BN, BM]
     if GATED:
         up = _unfold(up, same, BLOCK_N, BLOCK_M, FOLD)
-
     finish = True
     if SPLITS > 1:
         area: tl.constexpr = BLOCK_N * BLOCK_M
@@ -161,10 +160,14 @@ def linear_kernel(
             acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
             if GATED:
                 up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-            for s in tl.static_range(SPLITS):  # fixed order: the sum does not depend on who arrived last
-                acc += tl.load(theirs + s * width + cell, cache_modifier=".cg")
-                if GATED:
-                    up += tl.load(theirs + s * width + area + cell, cache_modifier=".cg")
+            ROUNDS: tl.constexpr = (SPLITS + 4) // 5  # more than five tiles at once do not fit the registers
+            GROUP: tl.constexpr = (SPLITS + ROUNDS - 1) // ROUNDS
+            for start in range(0, SPLITS, GROUP):  # fixed order: the sum does not depend on who arrived last
+                for i in tl.static_range(GROUP):
+                    piece = theirs + (start + i) * width
+                    acc += tl.load(piece + cell, mask=start + i < SPLITS, other=0.0, cache_modifier=".cg")
+                    if GATED:
+                        up += tl.load(piece + area + cell, mask=start + i < SPLITS, other=0.0, cache_modifier=".cg")
 
     if finish:
         if PARTS > 0:

@@ -33,6 +33,7 @@ CASES = [(*product, rows, kind) for product in LAYER for rows in (1, 16, 64) for
     (4096, 14336, DOWN, 5, "bf16"), (128256, 4096, HEAD, 16, "fp8"), (960, 576, QKV, 64, "bf16"),
     (576, 576, OUT, 1, "bf16"), (1536, 576, GATE, 5, "fp8"), (576, 1536, DOWN, 16, "bf16"),
     (8192, 2048, GATE, 1, "bf16"), (2048, 8192, DOWN, 64, "bf16"), (1536, 1536, OUT, 8, "fp16"),
+    (896, 4864, DOWN, 33, "fp8"), (1536, 576, GATE, 33, "bf16"),
     (2048, 1536, "first", 5, "bf16"), (2048, 1536, "first", 5, "fp8"),
 ]  # fmt: skip
 
