@@ -72,7 +72,7 @@ class LinearConfig:
 def plan(N: int, K: int, rows: int, *, item_bytes: int, gated: bool = False, processors: int = 132) -> LinearConfig:
     """Launch shape for `rows` rows of x against N output columns (gated: 2 * N weight rows) of K weights each.
 
-    item_bytes: of a weight, as it is multiplied if that is in float32.
+    item_bytes: of a weight in memory, or 4 where it is multiplied in float32.
     """
     padded = max(4, 1 << (rows - 1).bit_length())
     if item_bytes == 4:  # for checking, not for speed
