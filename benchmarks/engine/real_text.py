@@ -48,7 +48,13 @@ def entries(a):
         for budget in a.streaming:
             kv = {"budget": budget, "sink": 4, "recent": budget - 4}
             found.append(Entry(f"stream-k{k}-c{budget}", fixed(k, kv), "E7"))
-    return found + [Entry(path.stem, load_policy(path)) for path in a.policy]
+    given = [(path.stem, load_policy(path)) for path in a.policy]
+    return found + [Entry(name, p, "E7") if static(p.draft_kv) else Entry(name, p) for name, p in given]
+
+
+def static(kv):
+    """MagicDec's selections: chosen once, or nothing chosen between sink and recent."""
+    return kv.refresh_rounds == 0 or kv.budget == kv.sink + kv.recent
 
 
 def fixed(k, draft_kv):

@@ -19,7 +19,7 @@ ENOUGH_FRAC = 0.7  # of the multiprocessors saturate memory: fewer programs are 
 UNEVEN = 1.5  # tiles of the busiest multiprocessor, over the mean, that are worth a smaller tile
 LONG_ROW_BYTES = 4 << 10  # of weights: a split's meeting costs more than the traffic that taller tiles save below it
 MOST_SPLITS = 16
-LARGE_BYTES = 16 << 20  # of a product's weights: prefetched while another kernel runs, more of them do harm
+LARGE_BYTES = 8 << 20  # of weights of one product: of larger ones, streamed anyway, a prefetch cost 2 to 4 us
 PREFETCH_BYTES = 32 << 10  # of a program
 MOST_STAGES = 6
 

@@ -153,7 +153,7 @@ def test_launch_shapes_cover_k_once_and_fit(item_bytes: int) -> None:
             assert programs <= 132 * (2 if item_bytes == 1 else 1)  # no second wave
             assert programs * c.block_m * c.block_n * (2 if gated else 1) <= PARTIALS
             assert programs <= ARRIVALS
-        large = N * K * item_bytes * (2 if gated else 1) > 16 << 20
+        large = N * K * item_bytes * (2 if gated else 1) > 8 << 20
         assert (c.prefetch_bytes == 0) == large
         assert c.prefetch_bytes <= 32 << 10
 
