@@ -11,6 +11,7 @@ import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import numpy as np
 import torch
 from prediction_policies import K_MAX, KS, adaptive, fixed, fp8
 from prediction_records import compared, policy_rows, row_of
@@ -171,6 +172,7 @@ def records(cell, batch, content, held_out, in_sample):
     """Two records from validation.json and the predictions."""
     rows, measured = content["policies"], cell.measured(batch)
     base = held_out[rows[0]["policy_digest"]]["baseline_us_per_token"]
+    spread = [100 * r["measured"]["repeat_spread_frac"] for r in rows]  # of each policy's worst document
     about = {
         "cell": f"{cell.name}, batch {batch}, {len(rows)} policies",
         "model": cell.job.name,
@@ -179,7 +181,8 @@ def records(cell, batch, content, held_out, in_sample):
         "tokens": {"train": len(cell.of("train")) * cell.a.new_tokens, "test": rows[0]["measured"]["tokens"]},
         "repeats": content["repeats"],
         "plain_us_per_token": {"predicted": round(base, 2), "measured": round(content["plain_us_per_token"], 2)},
-        "repeat_spread_pct": round(100 * max(r["measured"]["repeat_spread_frac"] for r in rows), 2),
+        "repeat_spread_pct": round(max(spread), 2),
+        "median_repeat_spread_pct": round(float(np.median(spread)), 2),
         "outputs_differing_from_plain": max(r["measured"]["documents_differing_from_plain"] for r in rows),
         "texts": cell.about,
     }

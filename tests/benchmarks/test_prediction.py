@@ -7,7 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from specdial.engine.trace.reader import read_trace
+from specdial.engine.job import Job
+from specdial.engine.trace.reader import read_costs, read_trace
+from specdial.engine.verbs import calibrate, record
 from specdial.policies.errors import UserError
 from specdial.policies.file import policy_digest
 from specdial.simulator.lanes import read_record
@@ -26,18 +28,18 @@ def script(monkeypatch):
 
 def test_dry_run_over_every_batch_with_float8_and_traces(script, tiny_checkpoint, tmp_path, capsys):
     model = str(tiny_checkpoint("qwen2", vocab_size=288))
-    sizes = ["--train", "4", "--test", "4", "--new-tokens", "32"]
+    sizes = ["--train", "3", "--new-tokens", "32"]
     command = ["--dry", "--model", model, "--workloads", "novel", "--fp8", "--traces", str(tmp_path), *sizes]
     rows = {row["id"]: row for row in script("prediction").main(command)}
     assert set(rows) == {f"dry-novel-300-B{b}{tail}" for b in (1, 2) for tail in ("", "-in-sample")}
-    for id, row in rows.items():
-        batch = int(id.split("-B")[1][0])
+    for row in rows.values():
         assert row["value"] == pytest.approx(row["median_pct"], abs=1e-4)
         assert row["median_pct"] <= row["worst_pct"]
         assert set(row["by_controller"]) == {"fixed", "entropy", "confidence", "rate", "fp8-fixed"}
-        assert row["documents"] == {"train": 4, "test": 2 if batch == 1 else 4}
-        assert row["tokens"] == {"train": 128, "test": 64 if batch == 1 else 128}
+        assert row["documents"] == {"train": 3, "test": 2}
+        assert row["tokens"] == {"train": 96, "test": 64}
         assert row["outputs_differing_from_plain"] == 0
+        assert 0 <= row["median_repeat_spread_pct"] <= row["repeat_spread_pct"]
         assert -1 <= row["rank_correlation"] <= 1
         for name, bar in row["bar"].items():
             assert bar["met"] == (row[name] <= bar["at_most"])
@@ -66,6 +68,23 @@ def test_a_dry_run_cannot_be_written(script, tmp_path):
 def test_too_few_documents_for_a_batch_are_refused_before_anything_runs(script, tiny_checkpoint):
     with pytest.raises(UserError, match="batch 3"):
         script("prediction").main(["--dry", "--model", str(tiny_checkpoint("qwen2")), "--batches", "1", "3"])
+
+
+def test_verbs_take_the_documents_of_a_ready_job(script, tiny_model, tmp_path):
+    """record writes those documents; calibrate cuts the first one, and refuses one that is too short to time."""
+    model, module = tiny_model("qwen2"), script("prediction_documents")
+    spec = module.spec_of("novel", 200, 1, 1, 6)
+    job = Job(model, "tiny", spec, module.built(spec, model.tokenizer)[1:])
+    kv = {"budget": 40, "sink": 2, "recent": 8}
+    settings = {"model": {"source": "of the job"}, "workload": {}}
+    record.run({**settings, "policy": {}, "out": str(tmp_path / "trace")}, job)
+    assert [d["doc"] for d in read_trace(tmp_path / "trace").meta["documents"]] == [1]
+    ranges = {"ks": [0, 2], "budgets": [40], "draft_kv": kv, "repeats": 3}
+    calibrate.run({**settings, **ranges, "contexts": [120, 200], "out": str(tmp_path / "costs")}, job)
+    rows = read_costs(tmp_path / "costs").rows
+    assert set(rows["context_tokens"].to_pylist()) == {120, 200}
+    with pytest.raises(UserError, match="has 200 tokens, contexts go up to 201"):
+        calibrate.run({**settings, **ranges, "contexts": [201], "out": str(tmp_path / "more")}, job)
 
 
 def test_prompts_that_share_text_with_train_documents_are_not_tested_on(script):
@@ -98,8 +117,8 @@ def test_built_documents_share_no_text(script, tiny_model):
 def test_the_grid_has_two_dozen_lossless_policies_all_different(script, tmp_path):
     module = script("prediction_policies")
     write_trace(tmp_path / "trace", Shape())
-    record = read_record(read_trace(tmp_path / "trace"))
-    policies = [*module.fixed(record), *module.adaptive(record, [0.21, 0.35])]
+    drafts = read_record(read_trace(tmp_path / "trace"))
+    policies = [*module.fixed(drafts), *module.adaptive(drafts, [0.21, 0.35])]
     assert len({policy_digest(p) for p in policies}) == len({p.name for p in policies}) == 24
     assert all(p.lossless and p.k_max <= module.K_MAX for p in policies)
     gammas = {p.draft_kv.budget: p.controller.gamma for p in policies if p.controller.kind == "rate"}
