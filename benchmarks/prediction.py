@@ -35,8 +35,9 @@ from specdial.policies.fields import to_plain
 FULL = {"id": "S3", "contexts": [8000], "batches": [1, 16], "train": 16, "test": 16, "singles": 2, "new_tokens": 64}
 FULL |= {"budgets": [256, 512], "page": 16, "repeats": 3, "calibrations": 5}
 SMALL = FULL | {"id": "S2", "contexts": [512], "batches": [1], "train": 8, "test": 2, "new_tokens": 16}
-SMALL |= {"budgets": [128, 256], "page": 1, "calibrations": 3}
-DRY = SMALL | {"id": "dry", "contexts": [300], "batches": [1, 2], "train": 2, "new_tokens": 12, "repeats": 1}
+SMALL |= {"budgets": [128, 256], "page": 1, "calibrations": 6}
+DRY = SMALL | {"id": "dry", "contexts": [300], "batches": [1, 2], "train": 2, "new_tokens": 12}
+DRY |= {"repeats": 1, "calibrations": 3}
 LEFT_DOCUMENTS, LEFT_BYTES = 3, 150_000  # of a trace left for the tests
 
 
