@@ -8,7 +8,7 @@ their padding drafts are never accepted. Leaves out everything around the round:
 (recorder), which documents and which policy (the verbs).
 """
 
-from collections.abc import Generator
+from collections.abc import Generator, Hashable
 from dataclasses import dataclass
 from functools import partial
 
@@ -19,6 +19,7 @@ from torch import Tensor
 from specdial.engine.acceptance import Judge
 from specdial.engine.drafters import make_drafter
 from specdial.engine.drafters.base import Draft, Drafter, HostDrafter
+from specdial.engine.drafters.sparse_self import SparseSelf
 from specdial.engine.round_state import (
     DRAFTED,
     SELECTED,
@@ -97,6 +98,7 @@ class Decoding:
         self.state = sequences.state(policy.k_max)
         self.judge = Judge(self.state, sampling, numbers, vocab=sequences.decoder.config.vocab, synthetic=synthetic)
         self._settled_ns: int | None = None  # when the last round ended
+        self._opened: Draft | None = None  # of the next round, its first token drafted
         furthest = int((sequences.prompt_tokens + np.maximum(sequences.limits, 0)).max()) + policy.k_max
         if furthest > sequences.cache.capacity_tokens:
             raise ValueError(f"sequences may reach {furthest} keys, capacity is {sequences.cache.capacity_tokens}")
@@ -130,20 +132,32 @@ class Decoding:
         controller, drafter = self.controllers[variant], self.drafters[variant]
         willing = controller.draft_more(0, Signals.empty(s.batch, 1)) & ~s.done
         limit = np.where(willing, draft_limit(controller, s.remaining), 0)
-        s.turn += 1
-        self.judge.prepare()
         if isinstance(drafter, HostDrafter):
+            self._prepare(None, limit)
             self._at_once(drafter.drafts(limit))
         else:
-            if drafter is not None:
-                drafter.prepare(limit)
+            if self._opened is None:
+                self._prepare(drafter, limit)
             if s.graphs.enabled and not controller.adaptive:
                 k = int(controller.k_max.max())
                 key = ("round", state.most_drafts, k, None if drafter is None else drafter.key, self.judge.key)
                 s.graphs.run(key, lambda: self._whole(drafter, k))
             else:
                 self._step_by_step(drafter, controller, limit)
-        return Launched(controller, state.read_back(), s.graphs.capturing_us != capturing_us)
+        read_back = state.read_back()
+        if isinstance(drafter, SparseSelf) and self._may_open(controller, drafter):
+            self._prepare(drafter, limit)
+            name = self._steps_of(drafter)
+            self._opened = s.graphs.run((*name, "begin"), lambda: self._begin(drafter, state.most_drafts))
+            s.graphs.run((*name, 0), partial(self._step, self._opened, 0))
+        return Launched(controller, read_back, s.graphs.capturing_us != capturing_us)
+
+    def _prepare(self, drafter: Drafter | None, limit: np.ndarray) -> None:
+        """The host's part before a round's device work."""
+        self.s.turn += 1
+        self.judge.prepare()
+        if drafter is not None:
+            drafter.prepare(limit)
 
     def _whole(self, drafter: Drafter | None, k: int) -> None:
         """A round of k drafts for every sequence: a pass."""
@@ -180,12 +194,14 @@ class Decoding:
         arriving: list[tuple[Tensor, torch.cuda.Event | None]] = []
         k, lag = np.zeros(self.s.batch, dtype=np.int64), int(controller.lag.min())
         going = limit > 0
-        name = ("step by step", state.most_drafts, None if drafter is None else drafter.key, self.judge.key)
+        name = self._steps_of(drafter)
+        opened, self._opened = self._opened, None
         depth = 0
         if drafter is not None and going.any():
-            draft = run((*name, "begin"), lambda: self._begin(drafter, widest))
+            draft = opened or run((*name, "begin"), lambda: self._begin(drafter, widest))
             while going.any():
-                run((*name, depth), partial(self._step, draft, depth))
+                if depth or opened is None:
+                    run((*name, depth), partial(self._step, draft, depth))
                 depth += 1
                 k += going
                 if controller.adaptive:
@@ -195,6 +211,10 @@ class Decoding:
                 going = going & (k < limit) & controller.draft_more(depth, signals)
         to_device(k, state.k)
         run((*name, "verify", depth), lambda: self._verify(depth, begun=depth > 0))
+
+    def _steps_of(self, drafter: Drafter | None) -> tuple[Hashable, ...]:
+        """What the passes of a round drafted step by step are called."""
+        return ("step by step", self.state.most_drafts, None if drafter is None else drafter.key, self.judge.key)
 
     def _begin(self, drafter: Drafter, steps: int) -> Draft:
         self.state.mark(START)
@@ -260,6 +280,13 @@ class Decoding:
         if len(self.variants) == 1:
             return 0
         return self.policy.variant_index(int(self.s.committed[~self.s.done].max()), self.s.batch)
+
+    def _may_open(self, controller: Controller, drafter: SparseSelf) -> bool:
+        """Can the next round's first draft start before this round is read? If there surely is one, and it drafts."""
+        if not self.s.graphs.enabled or len(self.variants) > 1 or not controller.adaptive or not drafter.every_round:
+            return False
+        first = controller.draft_more(0, Signals.empty(self.s.batch, 1))
+        return bool(first.all() and (self.s.remaining > self.policy.k_max + 2).any())
 
     def _may_run_ahead(self) -> bool:
         """Can another round start before the one in flight is read? Only if nothing the host learns decides it."""

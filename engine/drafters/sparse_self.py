@@ -34,6 +34,11 @@ class SparseSelf:
         self._rounds = 0
         self._kept: Selection | None = None  # of a selection that lasts longer than a round
 
+    @property
+    def every_round(self) -> bool:
+        """Is the selection chosen in every round, by what is on the device alone?"""
+        return self.draft_kv.refresh_rounds == 1
+
     def prepare(self, limit: np.ndarray) -> None:
         """See Drafter: choose anew when the selection has served its rounds."""
         every = self.draft_kv.refresh_rounds

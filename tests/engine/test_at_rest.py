@@ -117,6 +117,23 @@ def test_practice_changes_nothing_that_lasts(make, name, spec, sampling):
     assert len(want[0]) > 2
 
 
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+@pytest.mark.parametrize("name", ["step by step", "early stops"])
+def test_a_round_whose_first_draft_started_early_is_the_same_round(make, name, sampling):
+    policy = policy_from_mapping(POLICIES[name])
+    s = make(HistorySpec(16, 1))
+    want = [told(r) for r in decode(s, policy, SAMPLINGS[sampling])[0]]
+    s.graphs = Played(s, runs=WARMUP_RUNS, frozen=False)
+    s.rewind()
+    decoding = Decoding(s, policy, SAMPLINGS[sampling], [0, 1, 2])
+    got, opened = [], 0
+    while not s.done.all():
+        got.append(told(decoding.decode_round()))
+        opened += decoding._opened is not None
+    assert got == want
+    assert 0 < opened < len(got)
+
+
 PAGES = {"budget": 48, "sink": 2, "recent": 16, "page": 16}
 DRAFTERS = {
     "quest": {"drafter": {"kind": "quest"}, "draft_kv": PAGES},
