@@ -58,6 +58,8 @@ def test_dry_run_over_every_batch_with_float8_and_traces(script, tiny_checkpoint
     assert [d["split"] for d in left.meta["documents"]] == ["train"] * 3
     assert model not in json.dumps(left.meta)
     assert set(json.loads(capsys.readouterr().out.splitlines()[-1])) == set(rows)
+    with pytest.raises(UserError, match="exists"):
+        script("prediction").main(command)
 
 
 def test_a_dry_run_cannot_be_written(script, tmp_path):
