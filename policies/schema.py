@@ -1,12 +1,13 @@
 """The policy: every choice a speculative decode makes, as frozen data. Files are read and written in policies.file."""
 
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any
 
 from specdial.policies.controllers import CONTROLLERS, ControllerConfig, NoneConfig, RateConfig, longest_draft
 from specdial.policies.drafting import DRAFT_KV_USES, MOST_KEYS, Drafter, DraftKV, refuse_unused
 from specdial.policies.errors import UserError
 from specdial.policies.fields import parse, setting, to_plain
+from specdial.policies.verification import NO_HEADS, ScoringHeads, VerifyKV, check_variant, check_variants
 
 SCHEMA = "specdial/policy/1"
 
@@ -17,19 +18,12 @@ __all__ = [
     "DraftKV",
     "Drafter",
     "Policy",
+    "ScoringHeads",
     "VerifyKV",
     "parse_controller",
     "plain_policy",
     "policy_from_mapping",
 ]
-
-
-@dataclass(frozen=True, slots=True)
-class VerifyKV:
-    """How drafts are checked. full: over every key, in every round (full_period 1), which is lossless."""
-
-    mode: Literal["full"] = "full"
-    full_period: int = setting(1, low=1, high=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +69,7 @@ class Policy:
     controller: ControllerConfig = field(default_factory=NoneConfig)
     draft_kv: DraftKV = field(default_factory=DraftKV)
     verify_kv: VerifyKV = field(default_factory=VerifyKV)
+    scoring_heads: ScoringHeads = field(default=NO_HEADS, metadata={"later": True})
     cells: tuple[Cell, ...] = ()
     expected: dict[str, Any] | None = None
     measured: dict[str, Any] | None = None
@@ -83,7 +78,7 @@ class Policy:
     @property
     def lossless(self) -> bool:
         """Every round is verified in full with an exact acceptance rule."""
-        return all(p.verify_kv.mode == "full" and p.verify_kv.full_period == 1 for p in self.variants())
+        return all(p.verify_kv.lossless for p in self.variants())
 
     @property
     def k_max(self) -> int:
@@ -109,6 +104,19 @@ class Policy:
 
 def policy_from_mapping(value: object, where: str = "") -> Policy:
     """Build and check a policy. Raises UserError naming the field at fault."""
+    policy = _one(value, where)
+    prefix = f"{where}." if where else ""
+    variants = []
+    for i, cell in enumerate(policy.cells):
+        cell.check(f"{prefix}cells[{i}]")
+        variants.append(_override(policy, cell.overrides, f"{prefix}cells[{i}]"))
+    drafting = tuple((p.verify_kv, longest_draft(p.controller) > 0) for p in [*variants, policy])
+    check_variants(drafting, policy.scoring_heads, prefix)
+    return policy
+
+
+def _one(value: object, where: str) -> Policy:
+    """A policy, checked but for its cells. Raises UserError naming the field at fault."""
     if not isinstance(value, dict):
         raise UserError(
             f"{where or 'a policy'} must be a mapping, got {type(value).__name__}",
@@ -122,6 +130,8 @@ def policy_from_mapping(value: object, where: str = "") -> Policy:
     _check_name(policy.name, f"{prefix}name")
     policy.drafter.check(f"{prefix}drafter")
     policy.draft_kv.check(f"{prefix}draft_kv")
+    policy.verify_kv.check(f"{prefix}verify_kv")
+    policy.scoring_heads.check(f"{prefix}scoring_heads")
     refuse_unused(policy.draft_kv, policy.drafter.kind, DRAFT_KV_USES, f"{prefix}draft_kv")
     if policy.drafter.kind == "quest" and policy.draft_kv.page == 1:
         field = f"{prefix}draft_kv.page"
@@ -139,9 +149,7 @@ def policy_from_mapping(value: object, where: str = "") -> Policy:
             "use controller none or another drafter",
             field=f"{prefix}drafter",
         )
-    for i, cell in enumerate(policy.cells):
-        cell.check(f"{prefix}cells[{i}]")
-        _override(policy, cell.overrides, f"{prefix}cells[{i}]")
+    check_variant(policy.verify_kv, policy.scoring_heads, policy.drafter, policy.draft_kv, prefix)
     return policy
 
 
@@ -195,4 +203,4 @@ def _override(policy: Policy, overrides: dict[str, Any], where: str) -> Policy:
             )
         same_kind = "kind" not in value or value["kind"] == plain[name].get("kind")
         plain[name] = {**plain[name], **value} if same_kind else value
-    return policy_from_mapping(plain, f"{where}.overrides")
+    return _one(plain, f"{where}.overrides")
