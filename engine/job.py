@@ -128,7 +128,10 @@ def empty_sequences(
     for config in (model.config, *(decoder.config for decoder in companions.values())):
         config.check_context(longest_tokens)
     demand = memory_demand(model, longest_tokens, batch, policies)
-    demands = [demand, *(replace(demand, config=d.config, history=None, selected=0) for d in companions.values())]
+    demands = [
+        demand,
+        *(replace(demand, config=d.config, history=None, selected=0, float8=False) for d in companions.values()),
+    ]
     free = free_bytes(model.decoder.device) - summary_bytes(demand, max(batch, copies), policies)
     for wanted in (batch, copies) if copies else (batch,):
         for one in demands:
@@ -161,6 +164,7 @@ def memory_demand(model: LoadedModel, longest_tokens: int, batch: int, policies:
         k_max=max(p.k_max for p in policies),
         history=history_spec(policies),
         selected=max((kv.budget for kv in selections), default=0),
+        float8=any(v.drafter.weights == "fp8" for p in policies if p.k_max for v in p.variants()),
     )
 
 

@@ -4,7 +4,7 @@ The large parts are asked of the very objects that will hold them, made on the m
 and no memory. Activations are a bound. On a GPU the parts that a pass makes and drops count twice (`graphs`): captured
 passes keep them in a pool of their own, while the next pass is practised outside it.
 
-Leaves out what sampled decoding adds to logits, and drafters with weights or keys of their own.
+Leaves out what sampled decoding adds to logits. Draft models and page summaries are added where sequences are made.
 """
 
 from dataclasses import dataclass, fields, replace
@@ -30,6 +30,7 @@ class Demand:
 
     backend: triton on a GPU, else reference. longest_tokens: of a sequence, prompt and output. k_max: most drafts of a
     round. history: of the attention rows, None when nothing drafts. selected: most keys a draft selects per kv head.
+    float8: drafts read float8 copies of the weights.
     """
 
     config: ModelConfig
@@ -40,6 +41,7 @@ class Demand:
     k_max: int
     history: HistorySpec | None
     selected: int
+    float8: bool = False
 
     @property
     def capacity_tokens(self) -> int:
@@ -53,7 +55,8 @@ class Memory:
 
     weights: of the model, loaded already. kv_cache. history: ring, scores and their saved copy. statistics: attention
     rows of the widest block, raw. logits: of the widest block. selection: the chosen keys' indices, on a CPU the keys
-    too. activations: of the largest chunk or block. graphs: see the module's first lines. fixed: a margin.
+    too. activations: of the largest chunk or block. float8: of the weights' copies, a byte each on a GPU, in the dtype
+    on a CPU. graphs: see the module's first lines. fixed: a margin.
     """
 
     weights: int
@@ -63,6 +66,7 @@ class Memory:
     logits: int
     selection: int
     activations: int
+    float8: int
     graphs: int
     fixed: int
 
@@ -94,14 +98,16 @@ def predict(demand: Demand) -> Memory:
     if not on_gpu and chosen:
         selection += 2 * lanes * round_up(chosen + demand.k_max, 64) * c.head_dim * size
     block, chunk = _activations(demand, demand.batch * rows, keys), _chunk_activations(demand, keys)
+    weights = sum(torch.Size(shape).numel() for _, shape in tensor_shapes(c))
     return Memory(
-        weights=sum(torch.Size(shape).numel() for _, shape in tensor_shapes(c)) * size,
+        weights=weights * size,
         kv_cache=cache.k.nbytes + cache.v.nbytes,
         history=history,
         statistics=statistics,
         logits=logits,
         selection=selection,
         activations=max(block, chunk) + keys * c.head_dim * 4,  # and the table of angles
+        float8=weights * (1 if on_gpu else size) if demand.float8 else 0,
         graphs=statistics + logits + selection + block if on_gpu else 0,
         fixed=CUDA_FIXED_BYTES if on_gpu else CPU_FIXED_BYTES,
     )

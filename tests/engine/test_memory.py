@@ -225,3 +225,14 @@ def test_prediction_on_a_gpu(tiny_checkpoint, page):
     memory = predict(job.memory_demand(model, length + 16, batch, [policy]))
     assert taken <= memory.to_allocate
     assert memory.to_allocate - CUDA_FIXED_BYTES <= 2 * taken
+
+
+def test_float8_copies_are_counted_where_a_policy_drafts_with_them(tiny_model):
+    model = tiny_model("llama")
+    drafts = {"controller": {"kind": "fixed", "k": 2}, "drafter": {"kind": "sparse_self", "weights": "fp8"}}
+    policies = [policy_from_mapping(drafts), policy_from_mapping({"controller": {"kind": "fixed", "k": 2}})]
+    with_copies, without = (predict(job.memory_demand(model, 100, 1, [p])) for p in policies)
+    assert without.float8 == 0
+    held = model.decoder.in_float8()
+    copied = sum(getattr(layer, n).nbytes for layer in held.layers for n in ("qkv", "out", "gate_up", "down"))
+    assert copied + held.head.nbytes <= with_copies.float8 <= 1.3 * (copied + held.head.nbytes)
