@@ -54,7 +54,7 @@ def compile_kernel(kernel, types: dict[str, str], constants: dict[str, object], 
         (78, 6, 0, 1),
         (78, 6, 1, 1),
         (128, 8, 1, 1),
-    ],  # fmt: skip
+    ],
 )
 def test_split_kernel_fits(rows: int, group: int, mass: int, programs: int) -> None:
     """`programs` of it run on a multiprocessor at once, and K and V come through the copy engine in stages."""
