@@ -5,9 +5,10 @@
 Every product runs over so many copies of its weights that none is found in the L2 cache, all in one CUDA graph. The
 peer of a product is F.linear in bf16 with the separate kernels that the fused one replaces; a norm is counted with the
 product before it, which does most of it. "chain" is a model's qkv, out, gate_up and down over all its layers and
-the head, as a decoder runs them. Floors are bytes over FLOOR_BYTES_PER_US. Every time is gated by an error against
-float32 arithmetic. --sweep times launch shapes of each product instead and prints the best. Without it the last line is
-one JSON document.
+the head, as a decoder runs them. fp8 is a decoder with float8 weights: its out and its first qkv are bf16, and pieces
+of rows are made by the products before those that take them. Floors are bytes over FLOOR_BYTES_PER_US. Every time is
+gated by an error against float32 arithmetic. --sweep times launch shapes of each product instead and prints the best.
+Without it the last line is one JSON document.
 """
 
 import argparse
@@ -30,7 +31,7 @@ from specdial.kernels.linear import (
 )
 from specdial.kernels.linear.launch import linear_gated_triton, linear_into_norm_triton, linear_triton
 from specdial.kernels.linear.plan import LinearConfig, plan
-from specdial.kernels.linear.prepared import SHRINK
+from specdial.kernels.linear.prepared import PIECE, store
 from specdial.kernels.norm import add_rms_norm
 from specdial.kernels.swiglu import swiglu
 
@@ -104,19 +105,16 @@ class Case:
 
     def __init__(self, name: str, product: Product, rows: int, kind: str, workspace: LinearWorkspace) -> None:
         p = self.product = product
-        self.workspace, self.narrow = workspace, kind == "fp8"
-        half = self.narrow and name != "out"  # attention's output is bf16
+        self.workspace, self.pieces = workspace, kind == "fp8"
         self.plain = torch.randn(rows, p.K, device="cuda", dtype=BF16)
         norm = 1 + 0.1 * torch.randn(p.N if p.into_norm else p.K, device="cuda")
         self.norm = norm.to(BF16)
-        values, shrink, squares = self.plain, 1.0, None
-        if half:
-            values, shrink = (self.plain.float() * SHRINK).half(), SHRINK
+        values, squares = self.plain.float(), None
         if p.after_norm:
-            values = (self.plain.float() * norm * shrink).to(values.dtype)
+            values = values * norm
             parts = -(-p.K // 16)  # as many as a product of 16 columns a program leaves
             squares = (self.plain.float().square().sum(-1) / parts).expand(parts, rows).contiguous()  # [parts, rows]
-        self.x = Prepared(values, shrink, squares)
+        self.x = store(values, PIECE if weight_kind(name, kind) == "fp8" else BF16, squares)
         self.bias = torch.randn(p.N, device="cuda", dtype=BF16) if p.bias else None
         self.residual = torch.randn(rows, p.N, device="cuda", dtype=BF16) if p.into_norm else None
 
@@ -128,8 +126,8 @@ class Case:
         if self.product.into_norm:
             options |= {"residual": self.residual, "norm": self.norm}
             if config is None:
-                return linear_into_norm(self.x, weight, narrow=self.narrow, **options)
-            return linear_into_norm_triton(self.x, weight, dtype=torch.float16 if self.narrow else BF16, **options)
+                return linear_into_norm(self.x, weight, pieces=self.pieces, **options)
+            return linear_into_norm_triton(self.x, weight, dtype=PIECE if self.pieces else BF16, **options)
         options |= {"bias": self.bias, "eps": EPS, "out_dtype": torch.float32 if self.product.wide else BF16}
         return (linear if config is None else linear_triton)(self.x, weight, **options)
 
@@ -145,7 +143,7 @@ class Case:
         """The larger relative error of the results, against float32 arithmetic on the same values."""
         if self.residual is not None:
             self.residual.normal_()  # timed calls have added to it
-        x = self.x.values.float() / self.x.shrink
+        x = self.x.wide()
         if self.x.squares is not None:
             x = x * torch.rsqrt(self.x.squares.sum(0) / x.shape[-1] + EPS)[:, None]
         exact = weight.values.float() * weight.scale[:, None] if isinstance(weight, Quantised) else weight.float()
@@ -157,12 +155,17 @@ class Case:
             want = want + self.residual.float()
         got = self.ours(weight, config)
         if self.residual is None:
-            return relative_error(got.values.float() / got.shrink if isinstance(got, Prepared) else got, want)
+            return relative_error(got.wide() if isinstance(got, Prepared) else got, want)
         return max(
             relative_error(self.residual, want),
-            relative_error(got.values.float() / got.shrink, want * self.norm.float()),
+            relative_error(got.wide(), want * self.norm.float()),
             relative_error(got.squares.sum(0), want.square().sum(-1)),
         )
+
+
+def weight_kind(name: str, kind: str, layer: int = 1) -> str:
+    """Of a product in a decoder of `kind`: attention and the embedding leave no pieces for float8 weights."""
+    return "bf16" if name == "out" or (name == "qkv" and layer == 0) else kind
 
 
 def weight_copies(p: Product, item_bytes: int) -> list[torch.Tensor]:
@@ -188,7 +191,8 @@ def time_products(short: str, rows_list: list[int], kinds: list[str], workspace:
     for name, p in products(MODELS[short]).items():
         plain = weight_copies(p, 1)
         for kind in kinds:
-            weights = in_kind(plain, kind)
+            own = weight_kind(name, kind)
+            weights = in_kind(plain, own)
             for rows in rows_list:
                 case, id = Case(name, p, rows, kind, workspace), f"L1-{short}-{name}-r{rows}-{kind}"
                 gate(id, case.error(weights[0]), LIMIT["product"])
@@ -196,7 +200,7 @@ def time_products(short: str, rows_list: list[int], kinds: list[str], workspace:
                 torchs = time_graph([lambda w=w, c=case: c.peer(w) for w in plain]).median_us
                 title = f"{name} {p.N}x{p.K}, {rows} rows, {kind}, {MODELS[short].name}"
                 records.append(
-                    result(id, title, ours, p.bytes_moved(rows, KINDS[kind]), {"torch bf16": round(torchs, 2)})
+                    result(id, title, ours, p.bytes_moved(rows, KINDS[own]), {"torch bf16": round(torchs, 2)})
                 )
         torch.cuda.empty_cache()
     return records
@@ -221,17 +225,23 @@ class Chain:
 
     def start(self, rows: int, kind: str) -> None:
         """New inputs for `rows` rows, weights in `kind`."""
-        self.narrow = kind == "fp8"
-        self.layers = [{n: in_kind([w], kind)[0] for n, w in layer.items()} for layer in self.plain]
+        self.kind = kind
+        self.layers = [
+            {n: in_kind([w], weight_kind(n, kind, index))[0] for n, w in layer.items()}
+            for index, layer in enumerate(self.plain)
+        ]
         self.head = in_kind([self.plain_head], kind)[0]
         self.embedded = torch.randn(rows, self.model.hidden, device="cuda", dtype=BF16)
         self.mixed = torch.randn(rows, self.model.mixed, device="cuda", dtype=BF16)
         self.norms = [(1 + 0.1 * torch.randn(self.model.hidden, device="cuda")).to(BF16) for _ in range(2)]
         self.bias = torch.randn(self.model.qkv, device="cuda", dtype=BF16)
 
-    def bytes_moved(self, rows: int, item_bytes: int) -> int:
-        moved = {name: p.bytes_moved(rows, item_bytes) for name, p in self.parts.items()}
-        return moved.pop("head") + self.model.layers * sum(moved.values())
+    def bytes_moved(self, rows: int) -> int:
+        names = [(name, layer) for layer in range(self.model.layers) for name in self.parts if name != "head"]
+        return sum(
+            self.parts[name].bytes_moved(rows, KINDS[weight_kind(name, self.kind, layer)])
+            for name, layer in (*names, ("head", 1))
+        )
 
     def ours(self, backend: str = "triton") -> torch.Tensor:
         """Logits. Every layer's attention output is `mixed`, so that only the products count."""
@@ -240,7 +250,7 @@ class Chain:
         x: torch.Tensor | Prepared = add_rms_norm(h, None, self.norms[0], EPS, backend=backend)[0]
         for w in self.layers:
             linear(x, w["qkv"], bias=self.bias, eps=EPS, out_dtype=BF16, **shared)
-            into = {"residual": h, "narrow": self.narrow}
+            into = {"residual": h, "pieces": self.kind == "fp8"}
             x = linear_into_norm(self.mixed, w["out"], norm=self.norms[1], **into, **shared)
             inner = linear_gated(x, w["gate_up"], eps=EPS, **shared)
             x = linear_into_norm(inner, w["down"], norm=self.norms[0], **into, **shared)
@@ -271,13 +281,13 @@ def time_chain(short: str, rows_list: list[int], kinds: list[str], workspace: Li
         ours_us = time_graph([chain.ours]).median_us
         peers = {"torch bf16": round(time_graph([chain.peer]).median_us, 1)}
         title = f"{chain.model.layers} layers' products and the head, {rows} rows, {kind}, {chain.model.name}"
-        records.append(result(id, title, ours_us, chain.bytes_moved(rows, KINDS[kind]), peers))
+        records.append(result(id, title, ours_us, chain.bytes_moved(rows), peers))
     return records
 
 
 def candidates(p: Product, rows: int, item_bytes: int) -> list[LinearConfig]:
-    """The plan first, then its neighbours, one change each."""
-    base = p.plan(rows, item_bytes)
+    """The plan first, then its neighbours, one change each; for many rows tiles twice as tall, which no plan has."""
+    base, pieces = p.plan(rows, item_bytes), 2 if item_bytes == 1 else 1
     found = [base, replace(base, prefetch_bytes=0 if base.prefetch_bytes else 32 << 10)]
     found.append(replace(base, stages=base.stages - 1))
     found.append(replace(base, stages=base.stages + 1))
@@ -285,27 +295,36 @@ def candidates(p: Product, rows: int, item_bytes: int) -> list[LinearConfig]:
     found.append(replace(base, block_k=2 * base.block_k, stages=max(3, base.stages - 1)))
     for block_n in (base.block_n // 2, 2 * base.block_n):
         fold = 64 // block_n
-        if block_n in (8, 16, 32, 64) and fold * base.block_m <= 256:
-            block_m = max(base.block_m, 16 // fold)
+        if block_n in (8, 16, 32, 64) and pieces * fold * base.block_m <= 256:
+            block_m = max(base.block_m, 16 // (pieces * fold))
             other = replace(base, block_n=block_n, fold=fold, block_m=block_m, block_k=base.block_k // base.fold * fold)
             found += [other, replace(other, splits=2 * other.splits)]
     found.append(replace(base, splits=2 * base.splits))
     if base.splits > 1:
         found.append(replace(base, splits=base.splits // 2))
+    if item_bytes == 1:
+        found += [replace(base, apart=not base.apart), replace(base, apart=not base.apart, stages=base.stages + 1)]
+    if rows > 32 and p.columns >= 128:  # half of x's traffic from the L2 cache, which is as large as the weights'
+        tiles, part = -(-p.columns // 128), base.block_k // base.fold
+        tall = replace(base, block_n=128, fold=1, warps=8, block_k=part, prefetch_bytes=0)
+        for splits in sorted({1, max(1, 132 // tiles), max(1, 264 // tiles)}):
+            found += [replace(tall, splits=splits, block_k=k, stages=s) for k, s in ((part, 3), (part // 2, 6))]
     return found
 
 
 def shorten(c: LinearConfig) -> str:
-    return f"n{c.block_n} m{c.block_m} k{c.block_k} s{c.splits} st{c.stages} p{c.prefetch_bytes >> 10}K"
+    pieces = " apart" if c.apart else ""
+    return f"n{c.block_n} m{c.block_m} k{c.block_k} s{c.splits} st{c.stages} p{c.prefetch_bytes >> 10}K{pieces}"
 
 
 def sweep(short: str, rows_list: list[int], kinds: list[str], workspace: LinearWorkspace) -> None:
     """Print the fastest launch shapes of every product; a shape that does not fit the device is named and left out."""
     for (name, p), kind in itertools.product(products(MODELS[short]).items(), kinds):
-        weights = in_kind(weight_copies(p, 1), kind)
+        own = weight_kind(name, kind)
+        weights = in_kind(weight_copies(p, 1), own)
         for rows in rows_list:
             case, times = Case(name, p, rows, kind, workspace), []
-            for number, config in enumerate(candidates(p, rows, KINDS[kind])):
+            for number, config in enumerate(candidates(p, rows, KINDS[own])):
                 try:
                     error = case.error(weights[0], config)
                 except Exception as problem:  # out of shared memory, of several kinds
@@ -318,7 +337,7 @@ def sweep(short: str, rows_list: list[int], kinds: list[str], workspace: LinearW
                 times.append((took.median_us, number, config))
             default = next((us for us, number, _ in times if number == 0), float("nan"))
             times.sort(key=lambda t: t[0])
-            moved = p.bytes_moved(rows, KINDS[kind])
+            moved = p.bytes_moved(rows, KINDS[own])
             best = " | ".join(f"{us:.2f} {shorten(config)}" for us, _, config in times[:3])
             print(f"{short} {name} r{rows} {kind}: floor {moved / FLOOR_BYTES_PER_US:.2f} plan {default:.2f}: {best}",
                   flush=True)  # fmt: skip

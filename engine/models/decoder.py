@@ -155,11 +155,11 @@ class Decoder:
         return self._fused[float8]
 
     def in_float8(self) -> Decoder:
-        """This decoder with every matrix rounded to float8 and back, in its own dtype; made once."""
+        """This decoder with the matrices that float8 drafts take rounded to float8, in its own dtype; made once."""
         if self._in_float8 is None:
             layers = [
-                replace(layer, **{name: rounded(getattr(layer, name)) for name in ("qkv", "out", "gate_up", "down")})
-                for layer in self.layers
+                replace(layer, **{name: rounded(getattr(layer, name)) for name in float8_matrices(index)})
+                for index, layer in enumerate(self.layers)
             ]
             self._in_float8 = Decoder(self.config, self.embedding, layers, self.norm, rounded(self.head))
         return self._in_float8
@@ -234,6 +234,14 @@ class Decoder:
             )
         head = embedding if config.tied_embeddings else take("lm_head.weight")
         return cls(config, embedding, layers, take("model.norm.weight"), head)
+
+
+def float8_matrices(index: int) -> tuple[str, ...]:
+    """What float8 drafts hold in float8 of layer `index`: matrices whose input a product leaves in float8 pieces.
+
+    The head is another one. `out` follows attention, and the first layer's qkv the embedding.
+    """
+    return ("qkv", "gate_up", "down") if index else ("gate_up", "down")
 
 
 def rounded(weight: Tensor) -> Tensor:

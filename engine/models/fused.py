@@ -5,15 +5,14 @@ Leaves out many rows (prefill, wide verifications), where `Decoder.forward_cache
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TypedDict
+from dataclasses import dataclass, fields
+from typing import Any, TypedDict
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specdial.engine.models.decoder import AttendCached, CacheOf, Decoder
+from specdial.engine.models.decoder import AttendCached, CacheOf, Decoder, float8_matrices
 from specdial.kernels import Backend
 from specdial.kernels.linear import (
     LinearWorkspace,
@@ -33,7 +32,7 @@ class Products:
     """The matrices of one layer, as they are or in float8."""
 
     qkv: Tensor | Quantised
-    out: Tensor | Quantised
+    out: Tensor
     gate_up: Tensor | Quantised
     down: Tensor | Quantised
 
@@ -49,15 +48,17 @@ class FusedStep:
     """Logits of up to `linear.MAX_ROWS` rows, by the decoder's own weights or by float8 copies of them."""
 
     def __init__(self, decoder: Decoder, *, float8: bool) -> None:
-        """float8 takes half a decoder's weights in memory, norms, biases and embedding excepted."""
+        """float8 takes memory for copies of `float8_matrices` and the head, a byte a weight."""
         self.decoder = decoder
-        make: Callable[[Tensor], Tensor | Quantised] = quantise if float8 else lambda weight: weight
-        self._products = [
-            Products(make(layer.qkv), make(layer.out), make(layer.gate_up), make(layer.down))
-            for layer in decoder.layers
-        ]
-        self._head = make(decoder.head)
-        self._narrow = float8 and decoder.dtype == torch.bfloat16
+
+        def products(index: int) -> Products:
+            small = float8_matrices(index) if float8 else ()
+            made: dict[str, Any] = {f.name: getattr(decoder.layers[index], f.name) for f in fields(Products)}
+            return Products(**(made | {name: quantise(made[name]) for name in small}))
+
+        self._products = [products(index) for index in range(len(decoder.layers))]
+        self._head = quantise(decoder.head) if float8 else decoder.head
+        self._pieces = float8
         self._workspace = LinearWorkspace.allocate(decoder.device)
 
     @torch.inference_mode()
@@ -78,7 +79,7 @@ class FusedStep:
                 k_norm=layer.k_norm, eps=c.norm_eps,
             )  # fmt: skip
             mixed = attend(index, q).flatten(-2)  # [B, T, H D]
-            x = linear_into_norm(mixed, products.out, residual=h, norm=layer.mlp_norm, narrow=self._narrow, **shared)
+            x = linear_into_norm(mixed, products.out, residual=h, norm=layer.mlp_norm, pieces=self._pieces, **shared)
             active = linear_gated(x, products.gate_up, eps=c.norm_eps, **shared)
-            x = linear_into_norm(active, products.down, residual=h, norm=norm_after, narrow=self._narrow, **shared)
+            x = linear_into_norm(active, products.down, residual=h, norm=norm_after, pieces=self._pieces, **shared)
         return linear(x, self._head, eps=c.norm_eps, out_dtype=torch.float32, **shared)

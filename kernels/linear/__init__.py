@@ -8,7 +8,7 @@ import torch
 from specdial.kernels import Backend
 from specdial.kernels.checks import FLOATS, check_backend, check_device, check_dtype, check_shape
 from specdial.kernels.linear.plan import MAX_ROWS
-from specdial.kernels.linear.prepared import Prepared
+from specdial.kernels.linear.prepared import PIECE, Prepared
 from specdial.kernels.linear.quantised import FLOAT8, Quantised, quantise
 from specdial.kernels.linear.reference import linear_gated_reference, linear_into_norm_reference, linear_reference
 from specdial.kernels.linear.workspace import LinearWorkspace
@@ -28,12 +28,14 @@ def linear(
     backend: Backend,
     workspace: LinearWorkspace | None = None,
 ) -> torch.Tensor:
-    """weight @ x + bias for each row of x, [..., N] in out_dtype, by default that of x's values.
+    """weight @ x + bias for each row of x, [..., N] in out_dtype, by default that of x's values, which pieces have not.
 
-    x: [..., K], its values contiguous, 1 to MAX_ROWS rows for backend "triton"; weight: [N, K] contiguous, in x's dtype
-    or `Quantised`; bias: [N]. eps belongs to the norm that x has been prepared for, and is not used otherwise.
+    x: [..., K], its values contiguous, 1 to MAX_ROWS rows for backend "triton"; weight: [N, K] contiguous, in x's
+    dtype, or `Quantised` where x is in float8 pieces; bias: [N]. eps belongs to the norm that x has been prepared for,
+    and is not used otherwise.
 
-    Sums are in float32, and so is everything up to the one rounding of the result. On a device with early launch parts
+    Sums are in float32, and so is everything up to the one rounding of the result; within a step of K (a few hundred
+    elements) a GPU's tensor cores keep 14 bits of the sums of float8 products. On a device with early launch parts
     of the weights move to the L2 cache while the kernel before may still run; nothing is read before its end.
     workspace: reused between calls of backend "triton" (one stream at a time); without one, a call that splits K
     allocates and clears its own. This paragraph holds for every function here.
@@ -62,7 +64,7 @@ def linear_gated(
 ) -> Prepared:
     """silu(gate) * up, [..., N / 2], of weight @ x: weight is gate rows, then as many up rows. See `linear`.
 
-    The values have x's dtype; float16 ones are shrunk.
+    The values have x's dtype, and are pieces if those of x are; float16 and pieces are shrunk.
     """
     x = _checked(x, weight, backend)
     if _columns(weight) % 2:
@@ -80,7 +82,7 @@ def linear_into_norm(
     *,
     residual: torch.Tensor,
     norm: torch.Tensor,
-    narrow: bool = False,
+    pieces: bool = False,
     backend: Backend,
     workspace: LinearWorkspace | None = None,
 ) -> Prepared:
@@ -88,18 +90,18 @@ def linear_into_norm(
 
     residual: [..., N], overwritten IN PLACE by h; the product is rounded to its dtype before it is added. norm: [N], in
     residual's dtype. x: as `linear` takes it, not itself on its way through a norm.
-    The values returned are a new tensor in residual's dtype, or in float16 if narrow: which float8 weights want, they
-    become float16 in one instruction where bfloat16 takes five. Float16 values are shrunk.
+    The values returned are a new tensor in residual's dtype, or float8 pieces, which `Quantised` weights want. Float16
+    and pieces are shrunk.
     Raises ValueError as `linear` does, and when residual is x.
     """
     x = _checked(x, weight, backend)
     if x.squares is not None:
         raise ValueError("x is on its way through a norm, expected rows that are finished")
-    _check_dense("residual", residual, (*x.values.shape[:-1], _columns(weight)), FLOATS, x.values.device)
+    _check_dense("residual", residual, (*x.shape[:-1], _columns(weight)), FLOATS, x.values.device)
     _check_dense("norm", norm, (_columns(weight),), (residual.dtype,), x.values.device)
     if residual.data_ptr() == x.values.data_ptr():
         raise ValueError("residual is x itself, expected two tensors: residual is overwritten")
-    dtype = torch.float16 if narrow else residual.dtype
+    dtype = PIECE if pieces else residual.dtype
     if backend == "reference":
         return linear_into_norm_reference(x, weight, residual=residual, norm=norm, dtype=dtype)
     from specdial.kernels.linear.launch import linear_into_norm_triton
@@ -111,10 +113,15 @@ def _checked(x: torch.Tensor | Prepared, weight: torch.Tensor | Quantised, backe
     """x as rows for a product with this weight. Raises ValueError unless they fit together."""
     rows = x if isinstance(x, Prepared) else Prepared(x)
     values, matrix = rows.values, weight.values if isinstance(weight, Quantised) else weight
-    if values.dim() == 0 or values.numel() == 0:
-        raise ValueError(f"x has shape {list(values.shape)}, expected [..., K] with at least one row")
-    count = values.numel() // values.shape[-1]
-    _check_dense("x", values, tuple(values.shape), FLOATS, values.device)
+    if not rows.shape or values.numel() == 0 or (rows.in_pieces and values.shape[0] != 2):
+        wanted = "[2, ..., K]" if rows.in_pieces else "[..., K]"
+        raise ValueError(f"x has shape {list(values.shape)}, expected {wanted} with at least one row")
+    count = rows.shape.numel() // rows.shape[-1]
+    if isinstance(weight, Quantised) and not rows.in_pieces:
+        raise ValueError(
+            f"x has dtype {values.dtype}, float8 weights expect the float8 pieces of a product before them"
+        )
+    _check_dense("x", values, tuple(values.shape), (PIECE,) if isinstance(weight, Quantised) else FLOATS, values.device)
     if rows.shrink <= 0:
         raise ValueError(f"x has shrink {rows.shrink}, expected a positive factor")
     if rows.squares is not None:
@@ -129,7 +136,7 @@ def _checked(x: torch.Tensor | Prepared, weight: torch.Tensor | Quantised, backe
         _check_dense("scale", weight.scale, (matrix.shape[0],), (torch.float32,), values.device)
     check_backend(backend, values.device)
     if backend == "triton" and count > MAX_ROWS:
-        raise ValueError(f'x {list(values.shape)} has {count} rows, backend "triton" takes up to {MAX_ROWS}')
+        raise ValueError(f'x {list(rows.shape)} has {count} rows, backend "triton" takes up to {MAX_ROWS}')
     return rows
 
 

@@ -5,7 +5,7 @@ import triton
 
 from specdial.kernels.full_attention.launch import launch_options, multiprocessors
 from specdial.kernels.linear.plan import LinearConfig, plan
-from specdial.kernels.linear.prepared import SHRINK, Prepared, shrink_for
+from specdial.kernels.linear.prepared import LARGEST_PIECE, PIECE, Prepared, shrink_for
 from specdial.kernels.linear.quantised import Quantised
 from specdial.kernels.linear.triton import linear_kernel
 from specdial.kernels.linear.workspace import LinearWorkspace
@@ -18,7 +18,7 @@ def linear_triton(
     workspace: LinearWorkspace | None, config: LinearConfig | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """See `linear`; arguments are validated by the caller. `config` overrides the launch shape, here and below."""
-    out = torch.empty(*x.values.shape[:-1], _columns(weight), dtype=out_dtype, device=x.values.device)  # [..., N]
+    out = torch.empty(*x.shape[:-1], _columns(weight), dtype=out_dtype, device=x.values.device)  # [..., N]
     _launch(x, weight, out, config or _plan(x, weight), workspace, bias=bias, eps=eps)
     return out
 
@@ -28,7 +28,7 @@ def linear_gated_triton(
     config: LinearConfig | None = None,
 ) -> Prepared:  # fmt: skip
     """See `linear_gated`."""
-    out = x.values.new_empty(*x.values.shape[:-1], _columns(weight) // 2)  # [..., N / 2]
+    out = x.values.new_empty(*x.values.shape[:-1], _columns(weight) // 2)  # [..., N / 2], or [2, ..., N / 2] in pieces
     _launch(x, weight, out, config or _plan(x, weight, gated=True), workspace, eps=eps, gated=True)
     return Prepared(out, shrink_for(out.dtype))
 
@@ -40,7 +40,8 @@ def linear_into_norm_triton(
     """See `linear_into_norm`; dtype: of the values."""
     config = config or _plan(x, weight)
     N = residual.shape[-1]
-    out = torch.empty_like(residual, dtype=dtype)  # [..., N]
+    shape = (2, *residual.shape) if dtype == PIECE else residual.shape
+    out = torch.empty(*shape, dtype=dtype, device=residual.device)  # [..., N], or [2, ..., N]
     squares = torch.empty(
         triton.cdiv(N, config.block_n), residual.numel() // N, dtype=torch.float32, device=residual.device
     )  # [parts, rows]
@@ -53,11 +54,10 @@ def _columns(weight: torch.Tensor | Quantised) -> int:
 
 
 def _plan(x: Prepared, weight: torch.Tensor | Quantised, *, gated: bool = False) -> LinearConfig:
-    K, quantised = x.values.shape[-1], isinstance(weight, Quantised)
-    item_bytes = 1 if quantised and x.values.element_size() < 4 else x.values.element_size()
+    K = x.shape[-1]
     return plan(
-        _columns(weight) // (2 if gated else 1), K, x.values.numel() // K, item_bytes=item_bytes, gated=gated,
-        processors=multiprocessors(x.values.device),
+        _columns(weight) // (2 if gated else 1), K, x.shape.numel() // K, item_bytes=x.values.element_size(),
+        gated=gated, processors=multiprocessors(x.values.device),
     )  # fmt: skip
 
 
@@ -67,11 +67,10 @@ def _launch(
     residual: torch.Tensor | None = None, norm: torch.Tensor | None = None, squares_out: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
     """Fill `out`, and with residual, norm and squares_out those that are results; the last three come together."""
-    quantised = isinstance(weight, Quantised)
     matrix = weight.values if isinstance(weight, Quantised) else weight
     values = x.values
     K, N = values.shape[-1], out.shape[-1]
-    rows = values.numel() // K
+    rows = x.shape.numel() // K
     tiles = triton.cdiv(N, config.block_n)
     unused = values  # stands in for pointers that are not followed
     partials = arrivals = unused
@@ -86,17 +85,18 @@ def _launch(
             )
     parts = 0 if x.squares is None else x.squares.shape[0]
     chunk = min(triton.next_power_of_2(max(1, parts)), max(1, SQUARES_A_THREAD * 32 * config.warps // config.block_m))
-    half = quantised and values.dtype == torch.bfloat16  # float8 becomes float16 at once, bfloat16 takes five steps
     options = launch_options(values.device)
     aligned = K * matrix.element_size() % 16 == 0 and matrix.data_ptr() % 16 == 0
     linear_kernel[(tiles * config.splits,)](
         values, matrix, weight.scale if isinstance(weight, Quantised) else unused, unused if bias is None else bias,
         unused if x.squares is None else x.squares, unused if residual is None else residual,
         unused if norm is None else norm, out, unused if squares_out is None else squares_out, partials, arrivals,
-        rows, float(eps), 1.0 / (x.shrink * (SHRINK if half else 1.0)), N=N, K=K, PARTS=parts, CHUNK=chunk,
+        rows, float(eps), 1.0 / x.shrink, N=N, K=K, PARTS=parts, CHUNK=chunk,
         BLOCK_N=config.block_n, BLOCK_M=config.block_m, BLOCK_K=config.block_k, FOLD=config.fold, SPLITS=config.splits,
-        STAGES=config.stages, PREFETCH=config.prefetch_bytes if options["PDL"] and aligned else 0, GATED=gated,
-        BIAS=bias is not None, SCALED=quantised, INTO_NORM=residual is not None, HALF=half, SHRINK=SHRINK,
+        STAGES=config.stages, PREFETCH=config.prefetch_bytes if options["PDL"] and aligned else 0,
+        APART=config.apart, GATED=gated, BIAS=bias is not None, SCALED=isinstance(weight, Quantised),
+        INTO_NORM=residual is not None,
+        SHRINK=shrink_for(out.dtype) if gated or residual is not None else 1.0, LARGEST=LARGEST_PIECE,
         PRECISION="ieee" if values.dtype == torch.float32 else "tf32", THREADS=32 * config.warps,
         num_warps=config.warps, **options,
     )  # fmt: skip

@@ -12,8 +12,8 @@ TILE_ROWS = 64  # left rows of one warpgroup instruction: weight rows times fold
 SHARED_BYTES = 112 << 10  # of a program, two of them on a multiprocessor
 LONE_BYTES = 150 << 10  # of a program that has one to itself; the next kernel's small ones fit beside it
 LEAST_COLUMNS = 8  # of a program
-X_BYTES = 2  # of an element of x
-MOST_ACCUMULATORS = 256  # columns of tensor-core results of a program, TILE_ROWS each: half of its registers
+X_BYTES = 2  # of an element of x, one piece or two
+MOST_ACCUMULATORS = 256  # columns of tensor-core results of four warps, TILE_ROWS each: half of their registers
 SMALL_FRAC = 1 / 8  # of the weights' traffic, for x
 ENOUGH_FRAC = 0.7  # of the multiprocessors saturate memory: fewer programs are worth a smaller tile or a split
 UNEVEN = 1.5  # tiles of the busiest multiprocessor, over the mean, that are worth a smaller tile
@@ -35,8 +35,8 @@ class Pipeline:
     least_stages: int
 
 
-PIPELINES = {  # by bytes of a weight; float8 is converted in registers, which likes long rows and few stages
-    1: Pipeline(8 << 10, 16 << 10, least_part=128, in_flight_bytes=24 << 10, least_stages=3),
+PIPELINES = {  # by bytes of a weight; that of float8 is bfloat16's in bytes, not yet measured
+    1: Pipeline(8 << 10, 16 << 10, least_part=64, in_flight_bytes=40 << 10, least_stages=4),
     2: Pipeline(8 << 10, 16 << 10, least_part=32, in_flight_bytes=40 << 10, least_stages=4),
 }
 
@@ -47,7 +47,8 @@ class LinearConfig:
 
     block_n: output columns of a program; block_m: padded rows; block_k: elements of a weight row in a step; fold: parts
     that a step of a weight row is cut into; splits: programs that share a tile's K; prefetch_bytes: weights that a
-    program asks the L2 cache for ahead of its turn.
+    program asks the L2 cache for ahead of its turn; apart: x's pieces one after the other, which takes half of the
+    registers and reads the weights twice from shared memory.
     """
 
     block_n: int
@@ -58,6 +59,7 @@ class LinearConfig:
     warps: int
     stages: int
     prefetch_bytes: int
+    apart: bool = False
 
     def step_bytes(self, item_bytes: int, *, gated: bool) -> int:
         """Bytes of weights in a step."""
@@ -68,18 +70,23 @@ class LinearConfig:
         return self.stages * (self.step_bytes(item_bytes, gated=gated) + self.block_m * self.block_k * X_BYTES)
 
 
+def _pieces(item_bytes: int) -> int:
+    """Of x, for weights of so many bytes each."""
+    return 2 if item_bytes == 1 else 1
+
+
 @functools.cache
 def plan(N: int, K: int, rows: int, *, item_bytes: int, gated: bool = False, processors: int = 132) -> LinearConfig:
     """Launch shape for `rows` rows of x against N output columns (gated: 2 * N weight rows) of K weights each.
 
-    item_bytes: of a weight in memory, or 4 where it is multiplied in float32.
+    item_bytes: of a weight in memory; 1 goes with an x in pieces.
     """
     padded = max(4, 1 << (rows - 1).bit_length())
     if item_bytes == 4:  # for checking, not for speed
         return LinearConfig(32, max(16, padded), 32, 1, 1, 4, 2, 0)
     block_n = _tile(N, K, rows, padded, item_bytes=item_bytes, gated=gated, processors=processors)
     fold, tiles = TILE_ROWS // block_n, -(-N // block_n)
-    block_m = max(padded, 16 // fold)  # 16 columns of the right operand are the compiler's least
+    block_m = max(padded, 16 // (fold * _pieces(item_bytes)))  # 16 columns of the right operand are the least
 
     pipeline, row_bytes = PIPELINES[item_bytes], item_bytes * (2 if gated else 1)
     step_bytes = pipeline.short_step_bytes if fold > 1 else pipeline.tall_step_bytes
@@ -87,7 +94,10 @@ def plan(N: int, K: int, rows: int, *, item_bytes: int, gated: bool = False, pro
     if fold > 1 and 8 * rows <= block_n and block_n * K * row_bytes > 32 * step_bytes:  # a long way with little of x
         step_bytes, in_flight_bytes = 2 * step_bytes, 2 * in_flight_bytes
     part = max(pipeline.least_part, step_bytes // (TILE_ROWS * row_bytes))
-    config = LinearConfig(block_n, block_m, part * fold, fold, splits=1, warps=4, stages=3, prefetch_bytes=0)
+    matrices = 2 if gated else 1
+    # Of float8, a step's results wait beside the sums, and gate_up's scales.
+    apart = item_bytes == 1 and 2 * fold * block_m * (matrices + 1) > MOST_ACCUMULATORS
+    config = LinearConfig(block_n, block_m, part * fold, fold, 1, 4, stages=3, prefetch_bytes=0, apart=apart)
     while config.block_k > 32 * fold and (
         config.shared_bytes(item_bytes, gated=gated) > SHARED_BYTES
         or -(-K // config.block_k) * config.block_k > 1.1 * K  # much of the last step would be masked
@@ -97,8 +107,7 @@ def plan(N: int, K: int, rows: int, *, item_bytes: int, gated: bool = False, pro
     steps = -(-K // config.block_k)
     splits = 1
     if tiles < ENOUGH_FRAC * processors:
-        twice = item_bytes == 1 and fold > 1 and K > LONG_ROW_BYTES  # a second program overlaps with converting
-        splits = max(1, min(processors // tiles * (2 if twice else 1), steps // 2, MOST_SPLITS))
+        splits = max(1, min(processors // tiles, steps // 2, MOST_SPLITS))
     steps_each = -(-steps // splits)
     splits = -(-steps // steps_each)  # no empty split
     programs_each = min(2.0, max(1.0, tiles * splits / processors))  # of a multiprocessor, at a time
@@ -115,13 +124,12 @@ def _tile(N: int, K: int, rows: int, padded: int, *, item_bytes: int, gated: boo
     """Output columns of a program: as many as leave ENOUGH_FRAC of the multiprocessors with a tile.
 
     But not so few that x's traffic from the L2 cache exceeds that of the weights (for short rows twice that): K is
-    split instead. Half as many where the tiles come out uneven and x is small beside them, or float8 is converted,
-    which a second program overlaps with.
+    split instead. Half as many where the tiles come out uneven and x is small beside them.
     """
     matrices = 2 if gated else 1
 
     def fits(block_n: int, most_traffic: float) -> bool:
-        columns = TILE_ROWS // block_n * padded * matrices
+        columns = TILE_ROWS // block_n * padded * matrices * _pieces(item_bytes)
         traffic = rows * X_BYTES / (block_n * matrices * item_bytes)
         return block_n >= LEAST_COLUMNS and columns <= MOST_ACCUMULATORS and traffic <= most_traffic
 
@@ -131,6 +139,6 @@ def _tile(N: int, K: int, rows: int, padded: int, *, item_bytes: int, gated: boo
         block_n //= 2
     each = -(-N // block_n) / processors
     uneven = each >= ENOUGH_FRAC and math.ceil(each) / each > UNEVEN
-    if uneven and fits(block_n // 2, 1 if item_bytes == 1 else SMALL_FRAC):
+    if uneven and fits(block_n // 2, SMALL_FRAC):
         block_n //= 2
     return block_n

@@ -3,7 +3,7 @@
 import torch
 import torch.nn.functional as F
 
-from specdial.kernels.linear.prepared import Prepared, shrink_for
+from specdial.kernels.linear.prepared import Prepared, store
 from specdial.kernels.linear.quantised import Quantised
 
 
@@ -18,8 +18,7 @@ def linear_reference(
 def linear_gated_reference(x: Prepared, weight: torch.Tensor | Quantised, *, eps: float) -> Prepared:
     """See `linear_gated`."""
     gate, up = _product(x, weight, eps).chunk(2, -1)  # [..., N / 2] each
-    shrink = shrink_for(x.values.dtype)
-    return Prepared((F.silu(gate) * up * shrink).to(x.values.dtype), shrink)
+    return store(F.silu(gate) * up, x.values.dtype)
 
 
 def linear_into_norm_reference(
@@ -27,14 +26,12 @@ def linear_into_norm_reference(
 ) -> Prepared:
     """See `linear_into_norm`; dtype: of the values."""
     h = residual.add_(_product(x, weight, 0.0).to(residual.dtype)).float()  # [..., N]
-    shrink = shrink_for(dtype)
-    squares = h.square().sum(-1).reshape(1, -1)  # [1, rows]
-    return Prepared((h * norm.float() * shrink).to(dtype), shrink, squares)
+    return store(h * norm.float(), dtype, h.square().sum(-1).reshape(1, -1))  # squares [1, rows]
 
 
 def _product(x: Prepared, weight: torch.Tensor | Quantised, eps: float) -> torch.Tensor:
     """weight @ x, [..., N] float32. Float8 values are exact in float32, their scale is applied to the sum."""
-    wide = x.values.float() / x.shrink  # [..., K]
+    wide = x.wide()  # [..., K]
     if isinstance(weight, Quantised):
         product = F.linear(wide, weight.values.float()) * weight.scale
     else:

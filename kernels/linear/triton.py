@@ -1,8 +1,9 @@
 """Skinny matrix product: the weights stream through once, everything a decoder does around the product is fused.
 
-Nothing in the loop touches x: it goes from memory to shared memory to the tensor cores. What would (a norm, a change of
-dtype) is done by the product that writes x, or to the sums after the loop. The exception is a bfloat16 x that meets
-float8 weights.
+Nothing in the loop touches weights or x: they go from memory to shared memory to the tensor cores. What would (a norm,
+a change of dtype) is done by the product that writes x, or to the sums after the loop. Float8 weights multiply two
+float8 pieces of x: side by side in the right operand, so that shared memory is asked for the weights once, or one after
+the other where registers are short.
 
 acc[n, m] = W[n, :] @ x[m, :]. With FOLD > 1 a weight row of a tile is cut into FOLD parts that take up FOLD rows of the
 left operand, and the FOLD parts of x as many columns of the right one. The diagonal of the (part, part) blocks is the
@@ -42,12 +43,20 @@ def _prefetch(weight, tile, start, bytes_each, N, K: tl.constexpr, BLOCK_N: tl.c
 
 
 @triton.jit
-def _unfold(acc, same, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, FOLD: tl.constexpr):
-    """[BLOCK_N * FOLD, FOLD * BLOCK_M] products of parts -> [BLOCK_N, BLOCK_M] sums over equal parts."""
+def _unfold(acc, same, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, FOLD: tl.constexpr, PIECES: tl.constexpr):
+    """[BLOCK_N * FOLD, FOLD * BLOCK_M * PIECES] products of parts -> [BLOCK_N, BLOCK_M] sums over equal parts."""
+    if PIECES > 1:
+        acc = tl.sum(tl.reshape(acc, [BLOCK_N * FOLD, FOLD * BLOCK_M, PIECES]), axis=2)
     if FOLD == 1:
         return acc
     kept = tl.reshape(tl.where(same, acc, 0.0), [BLOCK_N * FOLD, FOLD, BLOCK_M])
     return tl.sum(tl.reshape(tl.sum(kept, axis=1), [BLOCK_N, FOLD, BLOCK_M]), axis=1)
+
+
+@triton.jit
+def _piece(wide, LARGEST: tl.constexpr):
+    """The float8_e5m2 nearest to `wide`, the largest finite one beyond it."""
+    return tl.clamp(wide, -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL).to(tl.float8e5)
 
 
 @triton.jit
@@ -62,17 +71,18 @@ def linear_kernel(
     x, weight, scale, bias, squares, residual, norm, out, squares_out, partials, arrivals, rows, eps, factor,
     N: tl.constexpr, K: tl.constexpr, PARTS: tl.constexpr, CHUNK: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, FOLD: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr,
-    PREFETCH: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr, SCALED: tl.constexpr, INTO_NORM: tl.constexpr,
-    HALF: tl.constexpr, SHRINK: tl.constexpr, PRECISION: tl.constexpr, THREADS: tl.constexpr, PDL: tl.constexpr,
+    PREFETCH: tl.constexpr, APART: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr, SCALED: tl.constexpr,
+    INTO_NORM: tl.constexpr, SHRINK: tl.constexpr, LARGEST: tl.constexpr, PRECISION: tl.constexpr,
+    THREADS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Axis 0: (tile of BLOCK_N output columns, split of K). N counts output columns, GATED has 2 * N weight rows.
 
     BLOCK_K: elements of a weight row in one step, all FOLD parts together. factor: of every sum. PARTS: of squares, 0
     without a norm to finish; CHUNK of them are read at a time. PREFETCH: bytes of weights to ask for ahead of the wait.
-    INTO_NORM: h goes over residual, h * norm to out, sums of h^2 to squares_out. HALF: x becomes float16 times SHRINK
-    in the loop. Float16 results of GATED and INTO_NORM are multiplied by SHRINK.
+    INTO_NORM: h goes over residual, h * norm to out, sums of h^2 to squares_out. SHRINK: of what goes to out. A float8
+    x or out is [2, rows, ...], pieces that add up to it; those of x meet the weights side by side, or APART.
     """
-    KIND: tl.constexpr = tl.float16 if HALF else x.dtype.element_ty
+    PIECES: tl.constexpr = 2 if x.dtype.element_ty == tl.float8e5 and not APART else 1
     PART: tl.constexpr = BLOCK_K // FOLD
     STEPS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     EACH: tl.constexpr = (STEPS + SPLITS - 1) // SPLITS
@@ -95,12 +105,14 @@ def linear_kernel(
     used = n_used[:, None] & (m < rows)[None, :]
     place = m[None, :] * N + n[:, None]  # [BN, BM]
     r = tl.arange(0, BLOCK_N * FOLD)  # (weight row, part)
-    c = tl.arange(0, BLOCK_M * FOLD)  # (part, row of x)
+    c = tl.arange(0, BLOCK_M * FOLD * PIECES)  # (part, row of x, piece): a thread has both pieces' results
+    c_row = c // PIECES % BLOCK_M
+    c_part = c // (BLOCK_M * PIECES)
     k = tl.arange(0, PART)
     left = tl.minimum(tile * BLOCK_N + r // FOLD, N - 1).to(tl.int64) * K + r % FOLD * PART  # past N: any row will do
     weights = weight + left[:, None] + k[None, :]
-    c_used = (c % BLOCK_M < rows)[None, :]
-    inputs = x + (c % BLOCK_M * K + c // BLOCK_M * PART)[None, :] + k[:, None]
+    c_used = (c_row < rows)[None, :]
+    inputs = x + ((c % PIECES * rows + c_row) * K + c_part * PART)[None, :] + k[:, None]
     if PDL:
         await_previous()
 
@@ -117,32 +129,44 @@ def linear_kernel(
     if EARLY:
         pieces = _squares(squares, 0, m, rows, PARTS, CHUNK)
 
-    acc = tl.zeros([BLOCK_N * FOLD, BLOCK_M * FOLD], tl.float32)
-    up = tl.zeros([BLOCK_N * FOLD, BLOCK_M * FOLD], tl.float32)
+    acc = tl.zeros([BLOCK_N * FOLD, BLOCK_M * FOLD * PIECES], tl.float32)
+    up = tl.zeros([BLOCK_N * FOLD, BLOCK_M * FOLD * PIECES], tl.float32)
     for step in tl.range(first, last, num_stages=STAGES):
         at = step * BLOCK_K
         if EVEN:
             w = tl.load(weights + at)  # [BN * FOLD, PART]
-            v = tl.load(inputs + at, mask=c_used, other=0.0)  # [PART, BM * FOLD]
+            v = tl.load(inputs + at, mask=c_used, other=0.0)  # [PART, BM * FOLD * PIECES]
+            if APART:
+                low = tl.load(inputs + rows * K + at, mask=c_used, other=0.0)
         else:
             w_inside = (at + r % FOLD * PART)[:, None] + k[None, :] < K
-            v_inside = (at + c // BLOCK_M * PART)[None, :] + k[:, None] < K
+            v_inside = (at + c_part * PART)[None, :] + k[:, None] < K
             w = tl.load(weights + at, mask=w_inside, other=0.0)
             v = tl.load(inputs + at, mask=c_used & v_inside, other=0.0)
-        if HALF:
-            v = (v.to(tl.float32) * SHRINK).to(KIND)
-        acc = tl.dot(w.to(KIND), v, acc, input_precision=PRECISION)
+            if APART:
+                low = tl.load(inputs + rows * K + at, mask=c_used & v_inside, other=0.0)
+        if APART:
+            acc += tl.dot(w, v, tl.dot(w, low))
+        elif PIECES == 2:  # a float8 product's sum has 14 bits in the tensor cores: it leaves them after every step
+            acc += tl.dot(w, v)
+        else:
+            acc = tl.dot(w, v, acc, input_precision=PRECISION)
         if GATED:
             if EVEN:
                 w_up = tl.load(weights + at + N * K)
             else:
                 w_up = tl.load(weights + at + N * K, mask=w_inside, other=0.0)
-            up = tl.dot(w_up.to(KIND), v, up, input_precision=PRECISION)
+            if APART:
+                up += tl.dot(w_up, v, tl.dot(w_up, low))
+            elif PIECES == 2:
+                up += tl.dot(w_up, v)
+            else:
+                up = tl.dot(w_up, v, up, input_precision=PRECISION)
 
-    same = (r % FOLD)[:, None] == (c // BLOCK_M)[None, :]
-    acc = _unfold(acc, same, BLOCK_N, BLOCK_M, FOLD)  # [BN, BM]
+    same = (r % FOLD)[:, None] == (tl.arange(0, BLOCK_M * FOLD) // BLOCK_M)[None, :]
+    acc = _unfold(acc, same, BLOCK_N, BLOCK_M, FOLD, PIECES)  # [BN, BM]
     if GATED:
-        up = _unfold(up, same, BLOCK_N, BLOCK_M, FOLD)
+        up = _unfold(up, same, BLOCK_N, BLOCK_M, FOLD, PIECES)
     finish = True
     if SPLITS > 1:
         area: tl.constexpr = BLOCK_N * BLOCK_M
@@ -196,6 +220,11 @@ def linear_kernel(
             wide = h.to(tl.float32)
             tl.store(squares_out + tile * rows + m, tl.sum(tl.where(used, wide * wide, 0.0), axis=0), mask=m < rows)
             acc = wide * row_norm.to(tl.float32)[:, None]
-        if (GATED or INTO_NORM) and out.dtype.element_ty == tl.float16:
+        if SHRINK != 1.0:
             acc *= SHRINK
-        tl.store(out + place, acc.to(out.dtype.element_ty), mask=used)
+        if out.dtype.element_ty == tl.float8e5:
+            high = _piece(acc, LARGEST)
+            tl.store(out + place, high, mask=used)
+            tl.store(out + rows * N + place, _piece(acc - high.to(tl.float32), LARGEST), mask=used)
+        else:
+            tl.store(out + place, acc.to(out.dtype.element_ty), mask=used)

@@ -1,6 +1,7 @@
 """The skinny products on a GPU: bf16 and float8 too, budgets from float64, every call twice, in a graph, in a chain.
 
-The budget of a dtype is a few of its roundings: sums are in float32, so an error grows slowly with K.
+The budget of a dtype is a few of its roundings: sums are in float32, so an error grows slowly with K. Float8 products'
+sums have 14 bits within a step of K: a part of bf16's budget.
 """
 
 import pytest
@@ -17,7 +18,7 @@ from specdial.kernels.linear import (
 )
 from specdial.kernels.linear.launch import linear_gated_triton, linear_into_norm_triton, linear_triton
 from specdial.kernels.linear.plan import LinearConfig
-from specdial.kernels.linear.prepared import shrink_for
+from specdial.kernels.linear.prepared import PIECE, store
 from specdial.kernels.norm import add_rms_norm
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -25,7 +26,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 NAN = float("nan")
 EPS = 1e-6
 BF16 = torch.bfloat16
-BUDGET = {torch.bfloat16: 4e-3, torch.float16: 6e-4, torch.float32: 5e-6}  # relative, in norm
+BUDGET = {torch.bfloat16: 4e-3, torch.float16: 6e-4, torch.float32: 5e-6, PIECE: 5e-3}  # relative, in norm
 SHAPES = [  # weight rows, K, use; "after" a norm is anything that finishes it
     (2048, 1536, "after bias"),
     (1536, 1536, "into"),
@@ -51,31 +52,30 @@ class Problem:
     """One product's arguments, its calls, and the formula in float64."""
 
     def __init__(self, N: int, K: int, use: str, rows: int, dtype: torch.dtype | str, parts: int = 0) -> None:
-        """dtype "float8": a bf16 decoder's product, with x as it comes there. parts: of squares, by default many."""
+        """dtype "float8": a bf16 decoder's product, x and what is left for others in pieces. parts: of squares."""
         torch.manual_seed(N + K + rows)
         eight, self.use = dtype == "float8", use
         self.dtype = BF16 if isinstance(dtype, str) else dtype  # of everything but x
-        x_dtype = torch.float16 if eight and use.startswith("after") else self.dtype
+        x_dtype = PIECE if eight else self.dtype
         weight = (torch.randn(N, K, device="cuda") / K**0.5).to(self.dtype)
         self.weight: torch.Tensor | Quantised = quantise(weight) if eight else weight
         h = 3 * torch.randn(rows, K, device="cuda")
-        self.x = Prepared(h.to(x_dtype))
+        self.x = store(h, x_dtype)
         if use.startswith("after"):
             parts = parts or max(1, min(K // 16, 256))
             around = torch.full((parts + 2, rows), NAN, device="cuda")  # nothing outside the parts may count
             share = torch.rand(parts, rows, device="cuda")
             around[1:-1] = share / share.sum(0) * h.square().sum(-1)
-            shrink = shrink_for(x_dtype)
-            self.x = Prepared((h * torch.rand(K, device="cuda").add(0.5) * shrink).to(x_dtype), shrink, around[1:-1])
+            self.x = store(h * torch.rand(K, device="cuda").add(0.5), x_dtype, around[1:-1])
         self.bias = torch.randn(N, device="cuda").to(self.dtype) if "bias" in use else None
         self.norm = torch.rand(N, device="cuda").add(0.5).to(self.dtype)
         self.residual = torch.randn(rows, N, device="cuda").to(self.dtype)
-        self.narrow = eight
+        self.pieces = eight
         self.out_dtype = torch.float32 if "wide" in use else self.dtype
 
     def exact(self) -> tuple[torch.Tensor, ...]:
         """The product, or for "into" h, h * norm and its squares."""
-        x = self.x.values.double() / self.x.shrink
+        x = self.x.wide().double()  # exact: pieces are a few bits each
         if self.x.squares is not None:
             x = x * torch.rsqrt(self.x.squares.double().sum(0) / x.shape[-1] + EPS)[:, None]
         quantised = isinstance(self.weight, Quantised)
@@ -92,7 +92,7 @@ class Problem:
     def run(
         self, *, config: LinearConfig | None = None, workspace: LinearWorkspace | None = None
     ) -> tuple[torch.Tensor, ...]:
-        """What `exact` gives, unshrunk; the residual is copied first, so that the problem can be run again."""
+        """What `exact` gives, unshrunk and added up; the residual is copied first: the problem can be run again."""
         shared: dict[str, object] = {"workspace": workspace}
         if config is None:
             shared["backend"] = "triton"
@@ -100,23 +100,28 @@ class Problem:
             shared["config"] = config
         if "gated" in self.use:
             got = (linear_gated_triton if config else linear_gated)(self.x, self.weight, eps=EPS, **shared)
-            return (got.values.float() / got.shrink,)
+            return (got.wide(),)
         if self.use == "into":
             h = self.residual.clone()
             shared |= {"residual": h, "norm": self.norm}
             if config is None:
-                got = linear_into_norm(self.x, self.weight, narrow=self.narrow, **shared)
+                got = linear_into_norm(self.x, self.weight, pieces=self.pieces, **shared)
             else:
-                dtype = torch.float16 if self.narrow else self.dtype
+                dtype = PIECE if self.pieces else self.dtype
                 got = linear_into_norm_triton(self.x, self.weight, dtype=dtype, **shared)
             assert got.squares is not None
-            return h, got.values.float() / got.shrink, got.squares.sum(0)
+            if self.pieces:  # exactly those of what was added up
+                assert torch.equal(
+                    got.values.view(torch.uint8), store(h.float() * self.norm.float(), PIECE).values.view(torch.uint8)
+                )
+            return h, got.wide(), got.squares.sum(0)
         shared |= {"bias": self.bias, "eps": EPS, "out_dtype": self.out_dtype}
         return ((linear_triton if config else linear)(self.x, self.weight, **shared),)
 
     def check(self, got: tuple[torch.Tensor, ...]) -> None:
+        budget = BUDGET[self.x.values.dtype]
         for mine, want in zip(got, self.exact(), strict=True):
-            assert distance(mine, want) <= BUDGET[self.dtype], f"{self.use}, {len(self.x.values)} rows"
+            assert distance(mine, want) <= budget, f"{self.use}, {self.x.shape[0]} rows"
 
 
 def distance(got: torch.Tensor, want: torch.Tensor) -> float:
@@ -161,25 +166,37 @@ def test_any_launch_shape_is_the_same_product(fold: int, splits: int) -> None:
             problem.check(problem.run(config=config))
 
 
-def test_activations_beyond_half_precision_meet_float8_weights() -> None:
-    problem = Problem(1536, 8960, "", 3, "float8")
-    problem.x.values[:, 7] = 2e5
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize(("fold", "rows"), [(1, 9), (4, 9), (1, 64)])
+def test_pieces_side_by_side_or_apart(fold: int, rows: int, apart: bool) -> None:
+    for use in ("after gated", "after bias", "into"):
+        problem = Problem(1664, 1600, use, rows, "float8")
+        for splits in (1, 3):
+            config = LinearConfig(64 // fold, 16 if rows < 16 else 64, 128 * fold, fold, splits, 4, 3, 0, apart)
+            problem.check(problem.run(config=config))
+
+
+def test_sums_of_float8_stay_exact_over_a_long_row() -> None:
+    """Products of one sign: sums that never left the tensor cores would lose a few per cent."""
+    problem = Problem(512, 14336, "", 16, "float8")
+    problem.x = store(problem.x.wide().abs(), PIECE)
+    problem.weight = quantise(torch.rand(512, 14336, device="cuda"))
     problem.check(problem.run())
 
 
-def test_a_stream_beyond_half_precision_passes_through_it() -> None:
-    """h * norm is far beyond float16's range; float8 weights after it lose nothing but a rounding."""
+def test_a_large_stream_passes_through_pieces() -> None:
+    """h * norm is far beyond float8's own range."""
     problem = Problem(1536, 1536, "into", 5, "float8")
-    problem.residual[:, 3] = 2e5
+    problem.residual[:, 3] = 1e5
     head = quantise(torch.randn(2048, 1536, device="cuda", dtype=BF16))
     h = problem.residual.clone()
     x = linear_into_norm(
-        problem.x, problem.weight, residual=h, norm=problem.norm, narrow=True, backend="triton"
+        problem.x, problem.weight, residual=h, norm=problem.norm, pieces=True, backend="triton"
     )  # [5, 1536]
-    assert x.values.isfinite().all()
+    assert x.wide().isfinite().all()
     got = linear(x, head, eps=EPS, out_dtype=torch.float32, backend="triton")
     normed = h.double() * torch.rsqrt(h.double().square().mean(-1, keepdim=True) + EPS) * problem.norm.double()
-    assert distance(got, normed @ (head.values.double() * head.scale.double()[:, None]).T) <= BUDGET[BF16]
+    assert distance(got, normed @ (head.values.double() * head.scale.double()[:, None]).T) <= BUDGET[PIECE]
 
 
 class Layers:
@@ -187,16 +204,20 @@ class Layers:
 
     def __init__(self, rows: int, *, eight: bool) -> None:
         torch.manual_seed(rows)
-        hidden, inner, self.eight = 896, 4864, eight
+        hidden, inner, self.eight = 896, 4864, eight  # eight: all but out, and the first qkv
         shapes = {
             "qkv": (1152, hidden), "out": (hidden, hidden), "gate_up": (2 * inner, hidden), "down": (hidden, inner),
         }  # fmt: skip
-        make = quantise if eight else lambda weight: weight
         self.layers = [
-            {name: make((torch.randn(s, device="cuda") * s[1] ** -0.5).to(BF16)) for name, s in shapes.items()}
+            {name: (torch.randn(s, device="cuda") * s[1] ** -0.5).to(BF16) for name, s in shapes.items()}
             for _ in range(3)
         ]
-        self.head = make(torch.randn(5000, hidden, device="cuda").to(BF16))
+        self.head = torch.randn(5000, hidden, device="cuda").to(BF16)
+        if eight:
+            for index, layer in enumerate(self.layers):
+                for name in ("qkv", "gate_up", "down") if index else ("gate_up", "down"):
+                    layer[name] = quantise(layer[name])
+            self.head = quantise(self.head)
         self.norm = torch.rand(hidden, device="cuda").add_(0.5).to(BF16)
         self.workspace = LinearWorkspace.allocate("cuda")
         self.start = torch.randn(rows, hidden, device="cuda").to(BF16)
@@ -210,7 +231,7 @@ class Layers:
                 torch.cuda.synchronize()
             return result
 
-        h, into = self.start.clone(), {"norm": self.norm, "narrow": self.eight}
+        h, into = self.start.clone(), {"norm": self.norm, "pieces": self.eight}
         x: torch.Tensor | Prepared = add_rms_norm(h, None, self.norm, EPS, backend=backend)[0]
         for w in self.layers:
             mixed = call(linear, x, w["qkv"], eps=EPS, out_dtype=BF16)[:, : h.shape[1]].contiguous()
@@ -238,7 +259,7 @@ def test_a_chain_of_layers_in_a_graph_follows_its_inputs(rows: int, eight: bool)
         assert layers.workspace.arrivals.count_nonzero() == 0
         want, want_logits = layers.step("reference")
         assert distance(first[0], want) <= 1e-2
-        assert distance(first[1], want_logits) <= 1.5e-2
+        assert distance(first[1], want_logits) <= (2e-2 if eight else 1.5e-2)
 
 
 @pytest.mark.parametrize("eight", [False, True])

@@ -7,14 +7,16 @@ import torch
 
 from specdial.kernels.linear import MAX_ROWS, Prepared, Quantised, linear, linear_gated, linear_into_norm, quantise
 from specdial.kernels.linear.plan import LONE_BYTES, SHARED_BYTES, plan
-from specdial.kernels.linear.prepared import SHRINK
+from specdial.kernels.linear.prepared import LARGEST_PIECE, PIECE, SHRINK, store
 from specdial.kernels.linear.workspace import ARRIVALS, PARTIALS
 from specdial.kernels.norm import add_rms_norm
 from specdial.kernels.swiglu import swiglu
 
 EPS = 1e-5
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
-ROUNDING = {torch.bfloat16: 2**-8, torch.float16: 2**-11, torch.float32: 2e-6}  # relative, of one rounding and sums
+ROUNDING = {  # relative, of one rounding and sums
+    torch.bfloat16: 2**-8, torch.float16: 2**-11, torch.float32: 2e-6, PIECE: 4e-3,
+}  # fmt: skip
 SHAPES = [  # output columns, K, gated
     (2048, 1536, False), (1536, 1536, False), (8960, 1536, True), (1536, 8960, False), (151936, 1536, False),
     (1152, 896, False), (896, 896, False), (4864, 896, True), (896, 4864, False), (151936, 896, False),
@@ -56,12 +58,10 @@ def distance(got: torch.Tensor, want: torch.Tensor) -> float:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_product_in_float64(dtype: torch.dtype, biased: bool, eight: bool) -> None:
     t = tensors(dtype)
-    weight = quantise(t["weight"]) if eight else t["weight"]
-    want = t["x"].double() @ exact(weight).T + (t["bias"].double() if biased else 0)
-    for out_dtype in (None, torch.float32):
-        got = linear(
-            t["x"], weight, bias=t["bias"] if biased else None, eps=EPS, out_dtype=out_dtype, backend="reference"
-        )
+    weight, x = (quantise(t["weight"]), store(t["x"].float(), PIECE)) if eight else (t["weight"], Prepared(t["x"]))
+    want = x.wide().double() @ exact(weight).T + (t["bias"].double() if biased else 0)
+    for out_dtype in (dtype, torch.float32) if eight else (None, torch.float32):
+        got = linear(x, weight, bias=t["bias"] if biased else None, eps=EPS, out_dtype=out_dtype, backend="reference")
         assert got.dtype == (out_dtype or dtype)
         assert distance(got, want) <= ROUNDING[got.dtype]
 
@@ -72,30 +72,42 @@ def test_gate_and_up_in_float64(dtype: torch.dtype) -> None:
     gate, up = (t["x"].double() @ t["weight"].double().T).chunk(2, -1)
     got = linear_gated(t["x"], t["weight"], backend="reference")
     assert got.values.dtype == dtype
-    assert got.shrink == (SHRINK if dtype == torch.float16 else 1)
+    assert got.shrink == SHRINK.get(dtype, 1)
     assert got.squares is None
-    assert distance(got.values / got.shrink, gate * torch.sigmoid(gate) * up) <= ROUNDING[dtype]
+    assert distance(got.wide(), gate * torch.sigmoid(gate) * up) <= ROUNDING[dtype]
+
+
+def test_gate_and_up_of_pieces_in_float64() -> None:
+    t = tensors()
+    weight, x = quantise(t["weight"]), store(t["x"], PIECE)
+    gate, up = (x.wide().double() @ exact(weight).T).chunk(2, -1)
+    got = linear_gated(x, weight, backend="reference")
+    assert got.in_pieces
+    assert got.shape == (2, 3, 12)
+    assert distance(got.wide(), gate * torch.sigmoid(gate) * up) <= ROUNDING[PIECE]
 
 
 @pytest.mark.parametrize("eight", [False, True])
-@pytest.mark.parametrize("narrow", [False, True])
+@pytest.mark.parametrize("pieces", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_into_a_norm_and_out_of_it_in_float64(dtype: torch.dtype, narrow: bool, eight: bool) -> None:
+def test_into_a_norm_and_out_of_it_in_float64(dtype: torch.dtype, pieces: bool, eight: bool) -> None:
+    """eight: of this product, pieces: for the one after it."""
     t = tensors(dtype)
-    weight, after = (quantise(w) if eight else w for w in (t["weight"], t["after"]))
-    product = (t["x"].double() @ exact(weight).T).to(dtype)
+    weight, x = (quantise(t["weight"]), store(t["x"].float(), PIECE)) if eight else (t["weight"], Prepared(t["x"]))
+    product = (x.wide().double() @ exact(weight).T).to(dtype)
     want = t["residual"].double() + product.double()
     residual = t["residual"].clone()
-    x = linear_into_norm(t["x"], weight, residual=residual, norm=t["norm"], narrow=narrow, backend="reference")
-    stored = torch.float16 if narrow else dtype
+    x = linear_into_norm(x, weight, residual=residual, norm=t["norm"], pieces=pieces, backend="reference")
+    stored = PIECE if pieces else dtype
     assert x.values.dtype == stored
+    assert x.shape == residual.shape
     assert distance(residual, want) <= ROUNDING[dtype]
-    assert distance(x.values / x.shrink, residual.double() * t["norm"].double()) <= ROUNDING[stored]
+    assert distance(x.wide(), residual.double() * t["norm"].double()) <= ROUNDING[stored]
     assert x.squares is not None
     assert distance(x.squares.sum(0), residual.double().square().sum(-1).flatten()) <= 1e-6
-    if eight or stored == dtype:
-        got = linear(x, after, eps=EPS, out_dtype=torch.float32, backend="reference")
-        assert distance(got, normed(residual, t["norm"]) @ exact(after).T) <= ROUNDING[stored]
+    after = quantise(t["after"]) if pieces else t["after"]
+    got = linear(x, after, eps=EPS, out_dtype=torch.float32, backend="reference")
+    assert distance(got, normed(residual, t["norm"]) @ exact(after).T) <= ROUNDING[stored]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -111,7 +123,7 @@ def test_a_layer_agrees_with_the_separate_operations(dtype: torch.dtype) -> None
     tolerance = max(1e-5, 3 * ROUNDING[dtype])  # a layer's separate operations round three times as often
     assert distance(together, apart.double()) <= tolerance
     assert distance(got, want.double()) <= tolerance
-    assert distance(gated.values / gated.shrink, swiglu(want, backend="reference").double()) <= 2 * tolerance
+    assert distance(gated.wide(), swiglu(want, backend="reference").double()) <= 2 * tolerance
 
 
 def test_squares_may_come_in_any_parts() -> None:
@@ -122,6 +134,19 @@ def test_squares_may_come_in_any_parts() -> None:
     pieces = Prepared(x.values, x.shrink, shares * x.squares)
     whole = linear(x, t["after"], eps=EPS, backend="reference")
     torch.testing.assert_close(linear(pieces, t["after"], eps=EPS, backend="reference"), whole)
+
+
+def test_pieces_keep_six_bits_and_cut_off_what_is_too_large() -> None:
+    x = torch.randn(3, 4000) * torch.logspace(-12, 5, 4000)
+    error = (store(x, PIECE).wide() - x).abs()
+    smallest = 2**-16 / SHRINK[PIECE]
+    assert (error <= 2**-6 * x.abs() + smallest / 2).all()  # the second piece's half step, half the smallest step
+    assert distance(store(x, PIECE).wide(), x.double()) <= ROUNDING[PIECE]
+    largest = 2 * LARGEST_PIECE / SHRINK[PIECE]
+    far = torch.tensor([largest, 1e30, -1e30, float("nan")])
+    torch.testing.assert_close(
+        store(far, PIECE).wide(), torch.tensor([largest, largest, -largest, float("nan")]), equal_nan=True
+    )
 
 
 def test_eight_bits_keep_the_largest_and_three_bits_of_mantissa() -> None:
@@ -144,13 +169,13 @@ def test_launch_shapes_cover_k_once_and_fit(item_bytes: int) -> None:
         each = -(-steps // c.splits)
         assert c.block_m >= rows
         assert c.block_n * c.fold == 64
-        assert c.fold * c.block_m >= 16
-        assert c.block_k % (16 * c.fold) == 0  # a tensor-core step of every part
+        assert c.fold * c.block_m * (2 if item_bytes == 1 and not c.apart else 1) >= 16
+        assert c.block_k % ((32 if item_bytes == 1 else 16) * c.fold) == 0  # a tensor-core step of every part
         assert each * (c.splits - 1) < steps  # every split has a step
         programs = -(-N // c.block_n) * c.splits
         assert c.shared_bytes(item_bytes, gated=gated) <= (SHARED_BYTES if programs > 132 else LONE_BYTES)
         if c.splits > 1:
-            assert programs <= 132 * (2 if item_bytes == 1 else 1)  # no second wave
+            assert programs <= 132  # no second wave
             assert programs * c.block_m * c.block_n * (2 if gated else 1) <= PARTIALS
             assert programs <= ARRIVALS
         large = N * K * item_bytes * (2 if gated else 1) > 8 << 20
@@ -169,9 +194,6 @@ def test_launch_shapes_cover_k_once_and_fit(item_bytes: int) -> None:
         (1536, 8960, False, 16, 2, (16, 256, 1, 6)),
         (151936, 1536, False, 1, 2, (64, 128, 1, 4)),
         (1536, 1536, False, 64, 2, (32, 128, 2, 6)),
-        (2048, 1536, False, 16, 1, (16, 512, 1, 4)),
-        (8960, 1536, True, 16, 1, (32, 256, 1, 3)),
-        (1536, 8960, False, 16, 1, (32, 256, 4, 4)),
     ],
 )
 def test_the_plan_finds_what_a_sweep_found(
@@ -182,6 +204,8 @@ def test_the_plan_finds_what_a_sweep_found(
 
 
 GOOD: dict[str, object] = {"x": torch.zeros(2, 16), "weight": torch.zeros(8, 16)}
+SPLIT, SMALL = store(torch.zeros(2, 16), PIECE), quantise(torch.ones(8, 16))
+PIECES: dict[str, object] = {"x": SPLIT, "weight": SMALL}
 INTO = GOOD | {"residual": torch.zeros(2, 8), "norm": torch.zeros(8)}
 
 
@@ -199,8 +223,12 @@ INTO = GOOD | {"residual": torch.zeros(2, 8), "norm": torch.zeros(8)}
         ({"weight": torch.zeros(0, 16)}, "expected some rows"),
         ({"weight": torch.zeros(8, 16).half()}, "weight .* dtype torch.float16"),
         ({"weight": torch.zeros(16, 8).t()}, r"weight \[8, 16\] has strides"),
-        ({"weight": Quantised(torch.zeros(8, 16), torch.ones(8))}, "weight .* dtype torch.float32"),
-        ({"weight": Quantised(quantise(torch.ones(8, 16)).values, torch.ones(7))}, r"scale has shape \[7\]"),
+        ({"weight": SMALL}, "float8 weights expect the float8 pieces"),
+        (PIECES | {"weight": torch.zeros(8, 16)}, "x .* dtype torch.float8_e5m2"),
+        (PIECES, "out_dtype is torch.float8_e5m2"),
+        (PIECES | {"x": Prepared(SPLIT.values[:1])}, r"x has shape \[1, 2, 16\], expected \[2, ..., K\]"),
+        (PIECES | {"weight": Quantised(torch.zeros(8, 16), torch.ones(8))}, "weight .* dtype torch.float32"),
+        (PIECES | {"weight": Quantised(SMALL.values, torch.ones(7))}, r"scale has shape \[7\]"),
         ({"bias": torch.zeros(7)}, r"bias has shape \[7\]"),
         ({"out_dtype": torch.float64}, "out_dtype is torch.float64"),
         ({"backend": "fast"}, "backend is 'fast'"),
