@@ -1,0 +1,48 @@
+"""Attention rows on a GPU: the CPU's, for texts that take several passes, and within memory at a long context."""
+
+import pytest
+import torch
+
+from specdial.engine.attention_rows import attention_rows, read_queries
+from specdial.engine.sequences import Sequences
+from specdial.engine.weights import load_model
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+def all_rows(decoder, tokens, start, backend):
+    s = Sequences(decoder, len(tokens), 1, history=None, backend=backend)
+    s.prefill([tokens[: start + 1]], [0])
+    queries = read_queries(s, tokens, start)
+    keys = [s.cache.view(layer, len(tokens))[0][0] for layer in range(len(queries))]
+    return torch.stack([attention_rows(q, k, start) for q, k in zip(queries, keys)]).cpu()  # [L, T, H, S]
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize(("dtype", "worst"), [("float32", 1e-3), ("bfloat16", 0.1)])
+def test_rows_match_the_cpu(architecture, dtype, worst, tiny_checkpoint, monkeypatch):
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
+    folder = str(tiny_checkpoint(architecture, head_dim=64))
+    tokens = torch.randint(0, 256, (300,), generator=torch.Generator().manual_seed(2)).tolist()
+    cpu = load_model(folder, device="cpu", dtype="float32").decoder
+    gpu = load_model(folder, device="cuda", dtype=dtype).decoder
+    wanted = all_rows(cpu, tokens, 250, "reference")
+    got = all_rows(gpu, tokens, 250, "triton")
+    assert got.dtype == torch.float32
+    torch.testing.assert_close(got.sum(-1), torch.ones(got.shape[:-1]))
+    assert (got - wanted).abs().max() < worst
+
+
+def test_a_layer_of_a_long_context_takes_little_more_than_its_rows():
+    """48 rows of 32 heads over 31k keys: the result is 190 MB; eight kv heads take turns."""
+    T, S = 48, 31_000
+    queries = torch.randn(T, 32, 128, device="cuda", dtype=torch.bfloat16)
+    keys = torch.randn(8, S, 128, device="cuda", dtype=torch.bfloat16)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    rows = attention_rows(queries, keys, S - T)
+    result = rows.numel() * rows.element_size()
+    assert torch.cuda.max_memory_allocated() - before < 2 * result
