@@ -58,6 +58,7 @@ def _no_context(settings: Settings) -> Settings:
 VERBS: dict[str, tuple[str, Callable[[Settings], Settings], str]] = {
     "record": ("specdial.engine.verbs.record", _model_and_policy, "decode a workload, record its rounds"),
     "calibrate": ("specdial.engine.verbs.calibrate", _model, "measure what each operation costs"),
+    "heads": ("specdial.engine.verbs.heads", _model, "rank heads, record the attention they are chosen by"),
     "replay": ("specdial.simulator.verbs.replay", _trace_and_policies, "simulate policies on a trace"),
     "tune": ("specdial.simulator.verbs.tune", _as_is, "search policies on a trace"),
     "run": ("specdial.engine.verbs.run", _model_and_policy, "decode a prompt with a policy"),
