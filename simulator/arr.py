@@ -1,0 +1,157 @@
+"""Attention recall: how much of a row's attention falls on the keys that a selection read. Source: Dustin.
+
+    ARR_i(K) = sum over j in K of A[i, j]            window ARR: its mean over the w rows that follow
+
+All rows of one anchor are judged by one selection, made when the anchor's row was the last one known. Of the keys it
+saw, `budget` are read: sink, recent, and chosen ones. Keys after it are the verified block's own; they are always read
+and count towards ARR, not towards the budget. Ties go to the lowest key. Sums over w rows are linear, so the rows of a
+window are averaged once and selections are judged on the mean row.
+
+Arrays: A attention rows [R, S], row r at position first_position + r; N anchors. Leaves out which heads make the
+scores (simulator.heads) and files.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from specdial.policies.errors import UserError
+
+Floats = npt.NDArray[np.floating]
+Order = npt.NDArray[np.int64]
+Mask = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """What a selection may hold. budget: keys in all; sink and recent: first and last keys that are always among them.
+
+    Raises UserError when sink and recent alone exceed the budget.
+    """
+
+    budget: int
+    sink: int = 4
+    recent: int = 16
+
+    def __post_init__(self) -> None:
+        if min(self.sink, self.recent) < 0 or self.sink + self.recent > self.budget:
+            raise UserError(
+                f"budget {self.budget} cannot hold {self.sink} sink and {self.recent} recent keys", "raise the budget"
+            )
+
+    @property
+    def free(self) -> int:
+        """Keys left for scores to choose."""
+        return self.budget - self.sink - self.recent
+
+
+@dataclass(frozen=True, slots=True)
+class Windows:
+    """What is to be recalled at each anchor. future: [N, S] the mean of the w rows after it.
+
+    index: [N] the anchor's row; seen: [N] keys its row sees, which are the ones a selection chooses from.
+    """
+
+    future: Floats
+    index: npt.NDArray[np.int64]
+    seen: npt.NDArray[np.int64]
+
+
+def windows(recalled: Floats, first_position: int, *, window: int = 4, lead: int = 0, after: int = 0) -> Windows:
+    """Every anchor of `recalled` [R, S] that has `lead` rows before it, and `window` rows and `after` rows behind it.
+
+    Raises UserError when there is none.
+    """
+    index = np.arange(lead, len(recalled) - max(window, after))
+    if window < 1 or not len(index):
+        raise UserError(f"{len(recalled)} rows hold no window of {window} after {lead} rows", "record more rows")
+    future = np.mean([recalled[index + step] for step in range(1, window + 1)], axis=0)  # [N, S]
+    return Windows(future, index, first_position + index + 1)
+
+
+def history_scores(rows: Floats, at: Windows, delta: int = 1) -> Floats:
+    """Scores [N, S] from the row `delta` positions before the first row to recall; 1: the anchor's own row."""
+    if delta < 1 or at.index[0] < delta - 1:
+        raise UserError(f"no row lies {delta} positions before every window", "raise the lead or lower delta")
+    return rows[at.index - (delta - 1)]
+
+
+def lookahead_scores(rows: Floats, at: Windows, steps: int) -> Floats:
+    """Scores [N, S]: the drafter's rows [R, S] after the anchor, `steps` of them summed, teacher-forced."""
+    if steps < 1 or at.index[-1] + steps >= len(rows):
+        raise UserError(f"no {steps} drafter rows follow every anchor", "lower the steps or record more rows")
+    total: Floats = np.sum([rows[at.index + step] for step in range(1, steps + 1)], axis=0)  # [N, S]
+    return total
+
+
+def falling(scores: Floats) -> Order:
+    """Keys by falling score, ties lowest first: [N, S]."""
+    return np.argsort(-scores, axis=-1, kind="stable")
+
+
+def hybrid_mask(lookahead: Order, history: Order, m: int, seen: npt.NDArray[np.int64], frame: Frame) -> Mask:
+    """The keys read, [N, S]: sink and recent of the seen ones, the first m by lookahead, the rest by history.
+
+    lookahead, history: [N, S] as `falling` gives them. m = 0 is history alone, m >= frame.free lookahead alone.
+    """
+    keys = np.arange(lookahead.shape[-1])
+    behind = keys < seen[:, None]  # [N, S]
+    taken: Mask = behind & ((keys < frame.sink) | (keys >= seen[:, None] - frame.recent))
+    left = frame.budget - taken.sum(-1)  # [N]
+    first = _first(lookahead, behind & ~taken, np.minimum(left, m))
+    taken |= first
+    taken |= _first(history, behind & ~taken, left - first.sum(-1))
+    return taken
+
+
+def recall(at: Windows, mask: Mask) -> Floats:
+    """Window ARR of each anchor under the keys read, [N]; keys past the seen ones count as read."""
+    read = mask | (np.arange(mask.shape[-1]) >= at.seen[:, None])
+    arr: Floats = np.where(read, at.future, 0.0).sum(-1, dtype=np.float64)
+    return arr
+
+
+def scored_arr(at: Windows, scores: Floats, frame: Frame) -> Floats:
+    """Window ARR [N] of the best keys by these scores [N, S]: history ARR or lookahead ARR, by whose they are."""
+    order = falling(scores)
+    return recall(at, hybrid_mask(order, order, 0, at.seen, frame))
+
+
+def hybrid_arr(at: Windows, lookahead: Floats, history: Floats, m: int, frame: Frame) -> Floats:
+    """Window ARR [N] of m keys by lookahead scores and the rest by history scores, [N, S] each."""
+    return recall(at, hybrid_mask(falling(lookahead), falling(history), m, at.seen, frame))
+
+
+def oracle_arr(at: Windows, frame: Frame) -> Floats:
+    """Window ARR [N] of the best keys by the mean future row itself: no selection of this frame recalls more."""
+    return scored_arr(at, at.future, frame)
+
+
+def arr_by_delta(
+    recalled: Floats, rows: Floats, first_position: int, deltas: Sequence[int], frame: Frame
+) -> list[float]:
+    """Mean ARR of single rows, selections made by the row `delta` before each; every delta over the same rows.
+
+    recalled, rows: [R, S] what is recalled and what scores. The delta - 1 keys between count as the block's own, as
+    they would in the round that verifies a row at that depth.
+    """
+    furthest = max(deltas)
+    target = np.arange(furthest, len(recalled))
+    if min(deltas) < 1 or not len(target):
+        raise UserError(f"{len(recalled)} rows hold none {furthest} after another", "record more rows or lower deltas")
+    found = []
+    for delta in deltas:
+        at = Windows(recalled[target], target - delta, first_position + target - delta + 1)
+        found.append(float(scored_arr(at, rows[at.index], frame).mean()))
+    return found
+
+
+def _first(order: Order, allowed: Mask, count: npt.NDArray[np.int64]) -> Mask:
+    """The first count[n] allowed keys of each order, [N, S]."""
+    in_order = np.take_along_axis(allowed, order, axis=-1)
+    in_order &= np.cumsum(in_order, axis=-1) <= count[:, None]
+    found = np.zeros_like(allowed)
+    np.put_along_axis(found, order, in_order, axis=-1)
+    return found

@@ -1,0 +1,102 @@
+"""What selections recall, as plain data and as tables: by distance, by draft layer, and hybrid against the oracle.
+
+These are the curves of Dustin's Figures 2 and 3. Every number is mean ARR over anchors, then over documents.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from rich.table import Table
+
+from specdial.engine.trace.attention import DRAFT, TARGET, AttentionTrace
+from specdial.policies.console import table_console
+from specdial.simulator.arr import Frame, arr_by_delta, falling, hybrid_mask, oracle_arr, recall, scored_arr
+from specdial.simulator.arr_cases import best_heads, cases, mean_arr, sum_heads
+from specdial.simulator.heads import FoundHeads, HeadSearch
+
+Row = dict[str, Any]
+DELTAS = (1, 2, 4, 8, 16)
+
+
+def delta_rows(
+    trace: AttentionTrace, found: FoundHeads, deltas: Sequence[int], frames: Sequence[Frame], split: str | None = None
+) -> list[Row]:
+    """History ARR of single rows by the distance of the row that scored, one row a budget and distance.
+
+    Source: the found target heads. `own`: scores from the recalled row itself at that distance, the mean over all
+    layers and heads, which is what an engine that keeps every head's attention could use.
+    """
+    given = cases(trace, split)
+    rows: list[Row] = []
+    for frame in frames:
+        arrs: dict[str, list[list[float]]] = {"history": [], "own": []}
+        for case in given:
+            recalled, start = case.document.recalled(), case.document.run.first_position
+            scored = {"history": sum_heads(case.document, TARGET, found.target, lambda r: r), "own": recalled}
+            for name, scores in scored.items():
+                arrs[name].append(arr_by_delta(recalled, scores, start, deltas, frame))
+        for i, delta in enumerate(deltas):
+            means = {name: sum(arr[i] for arr in each) / len(each) for name, each in arrs.items()}
+            rows.append({"budget": frame.budget, "delta": delta, **means})
+    return rows
+
+
+def layer_rows(
+    trace: AttentionTrace, search: HeadSearch, frames: Sequence[Frame], split: str | None = None
+) -> list[Row]:
+    """Window ARR of every layer's best heads alone: history of target layers, lookahead of draft layers."""
+    given = cases(trace, split, window=search.window, steps=search.steps)
+    rows: list[Row] = []
+    for source, kind in ((TARGET, "history"), (DRAFT, "lookahead")):
+        for layer, heads in best_heads(trace, source, search.heads_per_layer).items():
+            scores = [case.history(heads) if source == TARGET else case.lookahead(heads) for case in given]
+            for frame in frames:
+                arr = mean_arr(scored_arr(case.at, score, frame) for case, score in zip(given, scores))
+                rows.append({"source": source, "kind": kind, "layer": layer, "budget": frame.budget, "arr": arr})
+    return rows
+
+
+def budget_rows(
+    trace: AttentionTrace, found: FoundHeads, search: HeadSearch, frames: Sequence[Frame], split: str | None = None
+) -> list[Row]:
+    """Window ARR at each budget: recent keys alone, history, lookahead, hybrid and oracle.
+
+    The hybrid takes the share of free keys by lookahead that the search found at its own budget. Without draft heads
+    lookahead and hybrid are None.
+    """
+    given = cases(trace, split, window=search.window, steps=search.steps)
+    past = [case.history(found.target) for case in given]
+    looks = [case.lookahead(found.draft) for case in given] if found.draft else []
+    orders = [(falling(look), falling(score)) for look, score in zip(looks, past)]
+    rows: list[Row] = []
+    for frame in frames:
+        m = round(found.m * frame.free / found.frame.free) if found.frame.free else 0
+        row: Row = {"budget": frame.budget, "m": m, "lookahead": None, "hybrid": None}
+        nearest = Frame(frame.budget, frame.sink, frame.budget - frame.sink)
+        row["recent"] = mean_arr(oracle_arr(case.at, nearest) for case in given)
+        row["history"] = mean_arr(scored_arr(case.at, score, frame) for case, score in zip(given, past))
+        if found.draft:
+            row["lookahead"] = mean_arr(scored_arr(case.at, look, frame) for case, look in zip(given, looks))
+            row["hybrid"] = mean_arr(
+                recall(case.at, hybrid_mask(look, score, m, case.at.seen, frame))
+                for case, (look, score) in zip(given, orders)
+            )
+        row["oracle"] = mean_arr(oracle_arr(case.at, frame) for case in given)
+        rows.append(row)
+    return rows
+
+
+def print_arr(rows: Sequence[Row], title: str) -> None:
+    """Rows as a table, columns in the order of the first row; a dash where there is no number."""
+    table = Table(title=title, title_justify="left")
+    for name in rows[0]:
+        table.add_column(name, justify="left" if isinstance(rows[0][name], str) else "right")
+    for row in rows:
+        table.add_row(*(_text(value) for value in row.values()))
+    table_console().print(table)
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.4f}"
+    return "-" if value is None else str(value)

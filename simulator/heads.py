@@ -1,0 +1,167 @@
+"""Which heads should score keys, and how many of their keys are read: Dustin's three-stage search, on recorded rows.
+
+1. Target layer: every layer by history ARR of its best heads (ranked by needle mass inside the layer).
+2. Draft layers, greedily: the layer whose best heads raise hybrid ARR most joins, while one raises it and up to three.
+   Half of what the budget leaves is then chosen by lookahead. ARR in 1 and 2 is the mean over fixed small budgets.
+3. m, the keys chosen by lookahead at the wanted budget: every m where they are few, Optuna's TPE otherwise.
+
+All ARR is window ARR (simulator.arr), averaged over a document's anchors, then over documents. The same seed gives the
+same answer. Leaves out recording (specdial heads) and tables (simulator.arr_report).
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import optuna
+
+from specdial.engine.trace.attention import DRAFT, TARGET, AttentionTrace
+from specdial.policies.fields import setting
+from specdial.simulator.arr import Floats, Frame, falling, hybrid_mask, recall, scored_arr
+from specdial.simulator.arr_cases import Case, Heads, best_heads, cases, mean_arr
+
+
+@dataclass(frozen=True, slots=True)
+class HeadSearch:
+    """Settings of the search. budget: the wanted one, sink and recent keys included.
+
+    window: rows to recall after an anchor; steps: draft rows summed into lookahead; heads_per_layer: heads of a chosen
+    layer; stage_budgets: of stages 1 and 2; trials: of stage 3.
+    """
+
+    budget: int = setting(512, low=1)
+    sink: int = setting(4, low=0)
+    recent: int = setting(16, low=0)
+    window: int = setting(4, low=1)
+    steps: int = setting(4, low=1)
+    heads_per_layer: int = setting(4, low=1)
+    most_draft_layers: int = setting(3, low=0)
+    stage_budgets: tuple[int, ...] = setting((128, 192, 256), low=1)
+    trials: int = setting(40, low=1)
+    seed: int = setting(0, low=0, high=2**32 - 1)
+
+    def frame(self, budget: int | None = None) -> Frame:
+        """The selection at this budget, None: at the wanted one."""
+        return Frame(self.budget if budget is None else budget, self.sink, self.recent)
+
+    @property
+    def stage_frames(self) -> tuple[Frame, ...]:
+        """The selections of stages 1 and 2."""
+        return tuple(self.frame(budget) for budget in self.stage_budgets)
+
+
+@dataclass(frozen=True, slots=True)
+class FoundHeads:
+    """What the search chose, and the ARR behind each choice.
+
+    frame: the wanted selection; m: its keys by lookahead; arr: its ARR. layer_arr: stage 1, by target layer. draft_arr:
+    stage 2, (layer, hybrid ARR with it) for each that joined, first (-1, ARR before any). m_arr: stage 3, by m tried.
+    """
+
+    frame: Frame
+    target: Heads
+    draft: Heads
+    m: int
+    arr: float
+    layer_arr: dict[int, float]
+    draft_arr: tuple[tuple[int, float], ...]
+    m_arr: dict[int, float]
+
+    def policy_parts(self) -> dict[str, Any]:
+        """The parts of a policy that this decides, `verify_kv` and `scoring_heads`; no draft heads if m is 0.
+
+        As in Dustin no round is verified in full: the policy is lossy.
+        """
+        f, hybrid = self.frame, self.m > 0
+        source = "hybrid" if hybrid else "history"
+        verify_kv = {"mode": "partial", "full_period": 0, "source": source, "scope": "model"}
+        sizes = {"budget": f.budget, "sink": f.sink, "recent": f.recent}
+        heads = {"target": [list(head) for head in self.target]}
+        if not hybrid:
+            return {"verify_kv": {**verify_kv, **sizes}, "scoring_heads": heads}
+        heads["draft"] = [list(head) for head in self.draft]
+        return {"verify_kv": {**verify_kv, **sizes, "lookahead_tokens": self.m}, "scoring_heads": heads}
+
+
+def search_heads(trace: AttentionTrace, search: HeadSearch, split: str | None = None) -> FoundHeads:
+    """The three stages on the trace's documents of a split. Without draft rows only the first has anything to choose.
+
+    Raises UserError when the split is empty, when rows hold no window, or when a budget cannot hold sink and recent.
+    """
+    given = cases(trace, split, window=search.window, steps=search.steps)
+    best = {source: best_heads(trace, source, search.heads_per_layer) for source in (TARGET, DRAFT)}
+    layer_arr = {layer: _history_arr(given, heads, search.stage_frames) for layer, heads in best[TARGET].items()}
+    target = best[TARGET][_argmax(layer_arr)]
+    draft, draft_arr = _add_draft_layers(given, target, best[DRAFT], search)
+    m_arr = _try_m(given, target, draft, search) if draft else {0: _history_arr(given, target, (search.frame(),))}
+    m = _argmax(m_arr)
+    return FoundHeads(search.frame(), target, draft, m, m_arr[m], layer_arr, draft_arr, m_arr)
+
+
+def _history_arr(given: list[Case], heads: Heads, frames: tuple[Frame, ...]) -> float:
+    scores = [case.history(heads) for case in given]
+    return float(np.mean([mean_arr(scored_arr(c.at, s, frame) for c, s in zip(given, scores)) for frame in frames]))
+
+
+def _add_draft_layers(
+    given: list[Case], target: Heads, best: dict[int, Heads], search: HeadSearch
+) -> tuple[Heads, tuple[tuple[int, float], ...]]:
+    """Stage 2: the heads of the layers that joined, and the ARR after each."""
+    orders = [falling(case.history(target)) for case in given]
+    totals: list[Floats] = [np.zeros_like(case.at.future, dtype=np.float64) for case in given]
+
+    def hybrid(scores: list[Floats]) -> float:
+        looks = [falling(score) for score in scores]
+        arrs = [
+            mean_arr(
+                recall(case.at, hybrid_mask(look, order, frame.free // 2, case.at.seen, frame))
+                for case, look, order in zip(given, looks, orders)
+            )
+            for frame in search.stage_frames
+        ]
+        return float(np.mean(arrs))
+
+    chosen: Heads = ()
+    reached = [(-1, _history_arr(given, target, search.stage_frames))]
+    left = dict(best)
+    while left and len(reached) <= search.most_draft_layers:
+        found = {}
+        for layer, heads in left.items():
+            found[layer] = hybrid([total + case.lookahead(heads) for case, total in zip(given, totals)])
+        layer = _argmax(found)
+        if found[layer] <= reached[-1][1]:
+            break
+        heads = left.pop(layer)
+        chosen += heads
+        totals = [total + case.lookahead(heads) for case, total in zip(given, totals)]
+        reached.append((layer, found[layer]))
+    return chosen, tuple(reached)
+
+
+def _try_m(given: list[Case], target: Heads, draft: Heads, search: HeadSearch) -> dict[int, float]:
+    """Stage 3: ARR by m, for every m tried."""
+    frame = search.frame()
+    orders = [(falling(case.lookahead(draft)), falling(case.history(target))) for case in given]
+    tried: dict[int, float] = {}
+
+    def arr(m: int) -> float:
+        if m not in tried:
+            tried[m] = mean_arr(
+                recall(case.at, hybrid_mask(look, past, m, case.at.seen, frame))
+                for case, (look, past) in zip(given, orders)
+            )
+        return tried[m]
+
+    if frame.free < search.trials:
+        return {m: arr(m) for m in range(frame.free + 1)}
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    study = optuna.create_study(direction="maximize", sampler=optuna.samplers.TPESampler(seed=search.seed))
+    for m in (0, frame.free // 2, frame.free):
+        study.enqueue_trial({"m": m})
+    study.optimize(lambda trial: arr(trial.suggest_int("m", 0, frame.free)), n_trials=search.trials)
+    return dict(sorted(tried.items()))
+
+
+def _argmax(values: dict[int, float]) -> int:
+    """The key of the largest value; ties: the lowest key."""
+    return min(values, key=lambda key: (-values[key], key))

@@ -1,0 +1,165 @@
+"""Attention recall: laws that hold for any rows, and small cases worked out by hand."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from specdial.policies.errors import UserError
+from specdial.simulator.arr import (
+    Frame,
+    Windows,
+    arr_by_delta,
+    falling,
+    history_scores,
+    hybrid_arr,
+    hybrid_mask,
+    lookahead_scores,
+    oracle_arr,
+    recall,
+    scored_arr,
+    windows,
+)
+
+FIRST = 20  # position of the first row
+
+
+def attention(seed, rows=12, *, ties=False):
+    """Causal rows [rows, FIRST + rows] that sum to 1; with ties, most weights of a row are equal."""
+    rng = np.random.default_rng(seed)
+    keys = FIRST + rows
+    raw = rng.integers(1, 3, (rows, keys)).astype(float) if ties else rng.gamma(0.3, size=(rows, keys)) + 1e-6
+    raw *= np.arange(keys) <= FIRST + np.arange(rows)[:, None]
+    return (raw / raw.sum(-1, keepdims=True)).astype(np.float32)
+
+
+cases = st.tuples(st.integers(0, 2**32 - 1), st.booleans())
+frames = st.tuples(st.integers(0, 3), st.integers(0, 5), st.integers(0, 30)).map(
+    lambda t: Frame(max(t[0] + t[1] + t[2], 1), t[0], t[1])
+)
+
+
+def three(case, window=4):
+    """Windows over one model's rows, and history and lookahead scores of two others."""
+    seed, ties = case
+    at = windows(attention(seed, ties=ties), FIRST, window=window)
+    history = history_scores(attention(seed + 1, ties=ties), at)
+    return at, history, lookahead_scores(attention(seed + 2, ties=ties), at, window)
+
+
+@settings(max_examples=60, deadline=None)
+@given(case=cases, frame=frames, m=st.integers(0, 40))
+def test_recall_is_a_share_and_no_selection_beats_the_oracle(case, frame, m):
+    at, history, lookahead = three(case)
+    best = oracle_arr(at, frame)
+    for arr in (
+        scored_arr(at, history, frame),
+        scored_arr(at, lookahead, frame),
+        hybrid_arr(at, lookahead, history, m, frame),
+        best,
+    ):
+        assert arr.shape == at.index.shape
+        assert (arr >= 0).all()
+        assert (arr <= 1 + 1e-5).all()
+        assert (arr <= best + 1e-6).all()
+
+
+@settings(max_examples=60, deadline=None)
+@given(case=cases, frame=frames, more=st.integers(1, 20))
+def test_a_larger_budget_recalls_no_less(case, frame, more):
+    at, history, _ = three(case)
+    larger = Frame(frame.budget + more, frame.sink, frame.recent)
+    assert (scored_arr(at, history, larger) >= scored_arr(at, history, frame) - 1e-6).all()
+
+
+@settings(max_examples=30, deadline=None)
+@given(case=cases, m=st.integers(0, 40))
+def test_a_budget_for_every_key_recalls_all(case, m):
+    at, history, lookahead = three(case)
+    assert hybrid_arr(at, lookahead, history, m, Frame(FIRST + 12)) == pytest.approx(1.0, abs=1e-5)
+
+
+@settings(max_examples=60, deadline=None)
+@given(case=cases, frame=frames)
+def test_the_ends_of_the_hybrid_are_history_and_lookahead(case, frame):
+    at, history, lookahead = three(case)
+    assert (hybrid_arr(at, lookahead, history, 0, frame) == scored_arr(at, history, frame)).all()
+    assert (hybrid_arr(at, lookahead, history, frame.free, frame) == scored_arr(at, lookahead, frame)).all()
+
+
+@settings(max_examples=60, deadline=None)
+@given(case=cases, frame=frames, m=st.integers(0, 40))
+def test_a_selection_keeps_its_budget_and_what_is_protected(case, frame, m):
+    at, history, lookahead = three(case)
+    mask = hybrid_mask(falling(lookahead), falling(history), m, at.seen, frame)
+    assert (mask.sum(-1) == np.minimum(frame.budget, at.seen)).all()
+    for row, seen in zip(mask, at.seen):
+        assert row[: frame.sink].all()
+        assert row[seen - frame.recent : seen].all()
+        assert not row[seen:].any()
+
+
+@settings(max_examples=40, deadline=None)
+@given(case=cases, frame=frames, window=st.integers(1, 5))
+def test_a_window_is_the_mean_of_its_rows_under_one_selection(case, frame, window):
+    rows = attention(*case[:1], ties=case[1])
+    scores = attention(case[0] + 1, ties=case[1])
+    at = windows(rows, FIRST, window=window)
+    one_by_one = [
+        scored_arr(Windows(rows[at.index + step], at.index, at.seen), history_scores(scores, at), frame)
+        for step in range(1, window + 1)
+    ]
+    together = scored_arr(at, history_scores(scores, at), frame)
+    assert together == pytest.approx(np.mean(one_by_one, axis=0), abs=1e-6)
+
+
+def test_by_hand():
+    """Two keys beside sink and recent, of six seen ones; the last key is the block's own."""
+    future = np.array([[0.1, 0.2, 0.05, 0.3, 0.05, 0.1, 0.2]])
+    at = Windows(future, np.array([0]), np.array([6]))
+    frame = Frame(budget=4, sink=1, recent=1)
+    history = np.array([[9.0, 1.0, 5.0, 1.0, 4.0, 9.0, 9.0]])
+    lookahead = np.array([[9.0, 1.0, 5.0, 7.0, 4.0, 9.0, 9.0]])
+    assert scored_arr(at, history, frame) == pytest.approx(0.1 + 0.05 + 0.05 + 0.1 + 0.2)  # keys 2 and 4
+    assert scored_arr(at, lookahead, frame) == pytest.approx(0.1 + 0.3 + 0.05 + 0.1 + 0.2)  # keys 3 and 2
+    assert hybrid_arr(at, lookahead, history, 1, frame) == pytest.approx(0.1 + 0.3 + 0.05 + 0.1 + 0.2)
+    assert oracle_arr(at, frame) == pytest.approx(0.1 + 0.2 + 0.3 + 0.1 + 0.2)  # keys 1 and 3
+    assert recall(at, np.zeros((1, 7), dtype=bool)) == pytest.approx(0.2)
+
+
+def test_ties_go_to_the_lowest_key():
+    at = Windows(np.full((1, 8), 0.125), np.array([0]), np.array([8]))
+    order = falling(np.zeros((1, 8)))
+    assert hybrid_mask(order, order, 1, at.seen, Frame(5, 1, 1)).tolist() == [[1, 1, 1, 1, 0, 0, 0, 1]]
+
+
+def test_scores_decay_with_distance_where_attention_drifts():
+    """Each row looks at the five keys round twice its number, so the row before is the better guide."""
+    rows = np.zeros((16, FIRST + 16), dtype=np.float32)
+    for r in range(16):
+        rows[r, r : r + 5] = 0.2
+    found = arr_by_delta(rows, rows, FIRST, (1, 2, 4), Frame(5, 0, 0))
+    assert found == pytest.approx([0.8, 0.6, 0.2])
+
+
+def test_delta_one_is_the_window_of_one():
+    rows, scores, frame = attention(3), attention(4), Frame(12, 2, 4)
+    at = windows(rows, FIRST, window=1)
+    assert arr_by_delta(rows, scores, FIRST, (1,), frame) == pytest.approx(
+        [float(scored_arr(at, history_scores(scores, at), frame).mean())]
+    )
+
+
+@pytest.mark.parametrize(
+    ("fault", "says"),
+    [
+        (lambda: Frame(10, 4, 16), "budget 10 cannot hold 4 sink and 16 recent keys"),
+        (lambda: windows(attention(0, 4), FIRST, window=4), "hold no window of 4"),
+        (lambda: history_scores(attention(0), windows(attention(0), FIRST), 2), "2 positions before"),
+        (lambda: lookahead_scores(attention(0), windows(attention(0), FIRST), 5), "no 5 drafter rows"),
+        (lambda: arr_by_delta(attention(0), attention(0), FIRST, (1, 12), Frame(20)), "none 12 after another"),
+    ],
+)
+def test_what_cannot_be_is_refused(fault, says):
+    with pytest.raises(UserError, match=says):
+        fault()
