@@ -12,7 +12,7 @@ MOST_KEYS = 1 << 24  # beyond any context
 DEFAULT_BUDGET, DEFAULT_WINDOW = 512, 16
 
 # Settings that only some kinds of drafter use; `none` uses and refuses none of draft_kv.
-DRAFTER_USES = {"weights": ("sparse_self",), "model": ("model",), "ngram": ("lookup",)}
+DRAFTER_USES = {"weights": ("sparse_self",), "model": ("model", "eagle"), "ngram": ("lookup",)}
 DRAFT_KV_USES = {
     "budget_frac": ("none", "sparse_self", "quest"),
     "decay": ("none", "sparse_self"),
@@ -26,14 +26,14 @@ class Drafter:
 
     sparse_self: the target itself over a selection (SparseSpec-L). quest: the target itself over the pages whose key
     summaries promise each query most (Quest). model: another model. lookup: what followed the last tokens earlier in
-    the text (prompt lookup).
+    the text (prompt lookup). eagle: an EAGLE-3 head over the target's hidden states.
 
     weights: sparse_self; fp8 drafts with float8 copies of the weights, verification keeps the model's own, so that it
-    stays lossless. model: model; where the drafting model comes from, as `load_model` takes it. ngram: lookup; the
-    most last tokens that are looked up, tokens.
+    stays lossless. model: model; where the drafting model comes from, as `load_model` takes it; eagle: the folder of
+    the head. ngram: lookup; the most last tokens that are looked up, tokens.
     """
 
-    kind: Literal["none", "sparse_self", "model", "lookup", "quest"] = "sparse_self"
+    kind: Literal["none", "sparse_self", "model", "lookup", "quest", "eagle"] = "sparse_self"
     weights: Literal["model", "fp8"] = setting("model", later=True)
     model: str = setting("", later=True)
     ngram: int = setting(3, low=1, high=16, later=True)
@@ -62,8 +62,9 @@ class Drafter:
     def check(self, where: str = "drafter") -> None:
         """Raises UserError where a setting is given that the kind does not use, or one is missing that it needs."""
         refuse_unused(self, self.kind, DRAFTER_USES, where)
-        if self.kind == "model" and not self.model:
-            raise UserError(f"{where}.model is missing", "name the drafting model", field=f"{where}.model")
+        if self.kind in DRAFTER_USES["model"] and not self.model:
+            remedy = "name the drafting model" if self.kind == "model" else "name the folder of an EAGLE-3 head"
+            raise UserError(f"{where}.model is missing", remedy, field=f"{where}.model")
 
 
 @dataclass(frozen=True, slots=True)
