@@ -61,6 +61,7 @@ VERBS: dict[str, tuple[str, Callable[[Settings], Settings], str]] = {
     "heads": ("specdial.engine.verbs.heads", _model, "rank heads, record the attention they are chosen by"),
     "replay": ("specdial.simulator.verbs.replay", _trace_and_policies, "simulate policies on a trace"),
     "tune": ("specdial.simulator.verbs.tune", _as_is, "search policies on a trace"),
+    "tune_heads": ("specdial.simulator.verbs.tune_heads", _as_is, "choose scoring heads on recorded attention"),
     "run": ("specdial.engine.verbs.run", _model_and_policy, "decode a prompt with a policy"),
     "validate": (
         "specdial.engine.verbs.validate",

@@ -132,20 +132,17 @@ def oracle_arr(at: Windows, frame: Frame) -> Floats:
 def arr_by_delta(
     recalled: Floats, rows: Floats, first_position: int, deltas: Sequence[int], frame: Frame
 ) -> list[float]:
-    """Mean ARR of single rows, selections made by the row `delta` before each; every delta over the same rows.
+    """Mean ARR of single rows, keys chosen by the row `delta` before each; every delta over the same rows.
 
-    recalled, rows: [R, S] what is recalled and what scores. The delta - 1 keys between count as the block's own, as
-    they would in the round that verifies a row at that depth.
+    recalled, rows: [R, S] what is recalled and what scores. Only the scores age: sink, recent and budget are those of
+    the recalled row, its own key included, and what its scorer could not see scores 0. Delta 0 is the row itself.
     """
     furthest = max(deltas)
     target = np.arange(furthest, len(recalled))
-    if min(deltas) < 1 or not len(target):
+    if min(deltas) < 0 or not len(target):
         raise UserError(f"{len(recalled)} rows hold none {furthest} after another", "record more rows or lower deltas")
-    found = []
-    for delta in deltas:
-        at = Windows(recalled[target], target - delta, first_position + target - delta + 1)
-        found.append(float(scored_arr(at, rows[at.index], frame).mean()))
-    return found
+    at = Windows(recalled[target], target, first_position + target + 1)
+    return [float(scored_arr(at, rows[target - delta], frame).mean()) for delta in deltas]
 
 
 def _first(order: Order, allowed: Mask, count: npt.NDArray[np.int64]) -> Mask:

@@ -15,24 +15,24 @@ from specdial.simulator.arr_cases import best_heads, cases, mean_arr, sum_heads
 from specdial.simulator.heads import FoundHeads, HeadSearch
 
 Row = dict[str, Any]
-DELTAS = (1, 2, 4, 8, 16)
+DELTAS = (0, 1, 2, 4, 8, 16)
 
 
 def delta_rows(
     trace: AttentionTrace, found: FoundHeads, deltas: Sequence[int], frames: Sequence[Frame], split: str | None = None
 ) -> list[Row]:
-    """History ARR of single rows by the distance of the row that scored, one row a budget and distance.
+    """ARR of single rows by the distance of the row that scored them, for each budget and distance.
 
-    Source: the found target heads. `own`: scores from the recalled row itself at that distance, the mean over all
-    layers and heads, which is what an engine that keeps every head's attention could use.
+    history: scored by the found target heads. all_heads: by the mean over all layers and heads, which is what is to be
+    recalled: the oracle at distance 0.
     """
     given = cases(trace, split)
     rows: list[Row] = []
     for frame in frames:
-        arrs: dict[str, list[list[float]]] = {"history": [], "own": []}
+        arrs: dict[str, list[list[float]]] = {"history": [], "all_heads": []}
         for case in given:
             recalled, start = case.document.recalled(), case.document.run.first_position
-            scored = {"history": sum_heads(case.document, TARGET, found.target, lambda r: r), "own": recalled}
+            scored = {"history": sum_heads(case.document, TARGET, found.target, lambda r: r), "all_heads": recalled}
             for name, scores in scored.items():
                 arrs[name].append(arr_by_delta(recalled, scores, start, deltas, frame))
         for i, delta in enumerate(deltas):
@@ -71,10 +71,15 @@ def budget_rows(
     rows: list[Row] = []
     for frame in frames:
         m = round(found.m * frame.free / found.frame.free) if found.frame.free else 0
-        row: Row = {"budget": frame.budget, "m": m, "lookahead": None, "hybrid": None}
         nearest = Frame(frame.budget, frame.sink, frame.budget - frame.sink)
-        row["recent"] = mean_arr(oracle_arr(case.at, nearest) for case in given)
-        row["history"] = mean_arr(scored_arr(case.at, score, frame) for case, score in zip(given, past))
+        row: Row = {
+            "budget": frame.budget,
+            "m": m,
+            "recent": mean_arr(oracle_arr(case.at, nearest) for case in given),
+            "history": mean_arr(scored_arr(case.at, score, frame) for case, score in zip(given, past)),
+            "lookahead": None,
+            "hybrid": None,
+        }
         if found.draft:
             row["lookahead"] = mean_arr(scored_arr(case.at, look, frame) for case, look in zip(given, looks))
             row["hybrid"] = mean_arr(
@@ -88,12 +93,14 @@ def budget_rows(
 
 def print_arr(rows: Sequence[Row], title: str) -> None:
     """Rows as a table, columns in the order of the first row; a dash where there is no number."""
-    table = Table(title=title, title_justify="left")
+    table = Table()
     for name in rows[0]:
         table.add_column(name, justify="left" if isinstance(rows[0][name], str) else "right")
     for row in rows:
         table.add_row(*(_text(value) for value in row.values()))
-    table_console().print(table)
+    console = table_console()
+    console.print(title, highlight=False)  # not the table's own title, which wraps at its width
+    console.print(table)
 
 
 def _text(value: Any) -> str:

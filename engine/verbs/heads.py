@@ -64,7 +64,7 @@ class Settings:
     out: str
     draft: str | None = None
     split: str = "all"
-    rows: int = setting(48, low=8, high=4096)
+    rows: int = setting(48, low=20, high=4096)
     heads_per_layer: int = setting(4, low=1, high=1024)
     candidate_keys: int = setting(1024, low=1, high=1 << 24)
     recalled_keys: int = setting(4096, low=1, high=1 << 24)

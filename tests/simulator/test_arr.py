@@ -134,20 +134,22 @@ def test_ties_go_to_the_lowest_key():
 
 
 def test_scores_decay_with_distance_where_attention_drifts():
-    """Each row looks at the five keys round twice its number, so the row before is the better guide."""
+    """Each row reads five keys, one further on than the row before."""
     rows = np.zeros((16, FIRST + 16), dtype=np.float32)
     for r in range(16):
         rows[r, r : r + 5] = 0.2
-    found = arr_by_delta(rows, rows, FIRST, (1, 2, 4), Frame(5, 0, 0))
-    assert found == pytest.approx([0.8, 0.6, 0.2])
+    found = arr_by_delta(rows, rows, FIRST, (0, 1, 2, 4), Frame(5, 0, 0))
+    assert found == pytest.approx([1.0, 0.8, 0.6, 0.2])
 
 
-def test_delta_one_is_the_window_of_one():
-    rows, scores, frame = attention(3), attention(4), Frame(12, 2, 4)
-    at = windows(rows, FIRST, window=1)
-    assert arr_by_delta(rows, scores, FIRST, (1,), frame) == pytest.approx(
-        [float(scored_arr(at, history_scores(scores, at), frame).mean())]
-    )
+@settings(max_examples=30, deadline=None)
+@given(case=cases, frame=frames)
+def test_the_row_itself_is_its_own_oracle(case, frame):
+    rows = attention(case[0], ties=case[1])
+    found = arr_by_delta(rows, rows, FIRST, (0, 1, 3), frame)
+    assert found[0] >= max(found) - 1e-6
+    at = Windows(rows[3:], np.arange(3, 12), FIRST + np.arange(4, 13))
+    assert found[0] == pytest.approx(float(oracle_arr(at, frame).mean()))
 
 
 @pytest.mark.parametrize(
