@@ -127,7 +127,6 @@ class TestSettings:
             (("run", "promt=x"), "Could not override 'promt'"),
             (("run", "prompt"), "missing EQUAL"),
             (("run", "--verbose", "prompt=x"), "unknown option --verbose; use setting=value"),
-            (("export", "out=model"), "model is a directory; give out=FILE.yaml"),
             (("export", "out=text.txt/a.yaml"), "cannot write text.txt/a.yaml"),
         ],
     )

@@ -1,0 +1,19 @@
+"""Exporters: what each engine can express of a policy, and its settings in that engine's own words."""
+
+from collections.abc import Callable
+
+from specdial.policies.exporters import huggingface, llama_cpp, native, profile, sglang, tensorrt_llm, vllm
+from specdial.policies.exporters.lowering import Lowered, Options
+from specdial.policies.schema import Policy
+
+EXPORTERS: dict[str, Callable[[Policy, Options], Lowered]] = {
+    "specdial": native.lower,
+    "vllm": vllm.lower,
+    "sglang": sglang.lower,
+    "tensorrt_llm": tensorrt_llm.lower,
+    "transformers": huggingface.lower,
+    "llama_cpp": llama_cpp.lower,
+    "profile": profile.lower,
+}
+
+__all__ = ["EXPORTERS", "Lowered", "Options"]

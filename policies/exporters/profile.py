@@ -1,0 +1,168 @@
+"""A speculation profile: how often drafts are accepted at every depth, for simulators and for synthetic acceptance.
+
+    marginal[d]     share of rounds in which drafts 1 .. d+1 were all accepted
+    conditional[d]  share accepted of the rounds that drafted token d+1 and accepted all before it
+    acceptance_length = 1 + sum(marginal), tokens a round
+
+The marginals are what vLLM calls synthetic_acceptance_rates (vllm/config/speculative.py) and llama-server
+--spec-synth-rates (tools/server/README.md). They are counted from a trace: from its rounds where this policy was
+recorded, else, for a fixed k, from every position of a dense record whose arm is this policy's. Without a trace only
+what the policy's measured or expected block says is written, and depths it does not tell are null. Reads the two
+columns and the few fields it needs by itself, since policies may not import the engine's reader.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from specdial.policies.controllers import FixedConfig
+from specdial.policies.errors import UserError
+from specdial.policies.exporters.lowering import Lowered, Options, Row
+from specdial.policies.file import policy_digest
+from specdial.policies.schema import Policy
+
+SCHEMA = "specdial/profile/1"
+TRACE_SCHEMA = "specdial/trace/1"
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """accepted[d]: rounds that accepted draft d+1. reached[d]: rounds that drafted it with all before it accepted."""
+
+    basis: str
+    rounds: int
+    accepted: Ints
+    reached: Ints
+
+
+def lower(policy: Policy, options: Options) -> Lowered:
+    """The profile as JSON. Raises UserError without a trace and without a block that tells tokens per round."""
+    content: dict[str, Any] = {
+        "schema": SCHEMA,
+        "policy": policy.name,
+        "policy_digest": policy_digest(policy),
+        "drafter": policy.drafter.label,
+        "k_max": policy.k_max,
+        "lossless": policy.lossless,
+    }
+    if options.trace is not None:
+        counts = count(Path(options.trace), policy)
+        with np.errstate(invalid="ignore"):
+            conditional = counts.accepted / counts.reached
+        marginal = counts.accepted / counts.rounds
+        content |= {
+            "basis": counts.basis,
+            "rounds": counts.rounds,
+            "marginal": marginal.tolist(),
+            "conditional": [float(c) if n else None for c, n in zip(conditional, counts.reached)],
+            "acceptance_length": 1.0 + float(marginal.sum()),
+        }
+        rows = [Row("all", "acceptance", "kept", f"by depth, from {counts.rounds} {counts.basis}")]
+    else:
+        told, rows = _told(policy)
+        content |= told
+    rows.append(Row("all", "rest", "dropped", "a profile says how often drafts are accepted, not how they are made"))
+    usage = "vLLM: synthetic_acceptance_rates takes `marginal`; specdial: acceptance.synthetic takes `conditional`"
+    return Lowered({".json": json.dumps(content, indent=1, allow_nan=False) + "\n"}, tuple(rows), usage)
+
+
+def count(trace: Path, policy: Policy) -> Counts:
+    """Accepted drafts by depth. Raises UserError where the trace is not a record of this policy or its arm."""
+    meta = _meta(trace)
+    if policy.k_max == 0:
+        raise UserError(f"policy {policy.name} drafts nothing", "a profile needs drafts: export another policy")
+    if "synthetic_acceptance" in meta:
+        raise UserError(f"trace {trace} accepted drafts by chance", "give a trace whose drafts were judged")
+    if meta.get("policy") == policy.decisions():
+        rounds = _columns(trace, "rounds", ("k", "accepted"))
+        k, taken = rounds["k"], rounds["accepted"]
+        depths = np.arange(1, policy.k_max + 1)[:, None]
+        accepted = (taken >= depths).sum(axis=1)
+        reached = ((k >= depths) & (taken >= depths - 1)).sum(axis=1)
+        return Counts("rounds", len(k), accepted, reached)
+    arm = _arm(meta, policy)
+    if arm is None:
+        raise UserError(
+            f"trace {trace} records another policy, and has no dense arm of this one at a fixed k",
+            "record this policy, or export without trace=",
+        )
+    drafts = _columns(trace, "drafts", ("round", "arm", "depth", "match"))
+    mine = (drafts["round"] == -1) & (drafts["arm"] == arm)
+    depth, match = drafts["depth"][mine], drafts["match"][mine].astype(bool)
+    wanted = np.arange(1, policy.k_max + 1)
+    drafted = np.array([(depth == d).sum() for d in wanted])
+    accepted = np.array([(match & (depth == d)).sum() for d in wanted])
+    # A chain near the end of the output is short: a draft is reached only where it exists.
+    longer = np.array([0, *accepted[:-1]])
+    reached = np.minimum(np.where(wanted == 1, drafted, longer), drafted)
+    return Counts("positions", int(drafted[0]), accepted, reached)
+
+
+def _arm(meta: dict[str, Any], policy: Policy) -> int | None:
+    """The dense arm that drafts as the policy does: greedy, fixed k within the record's, no cells."""
+    greedy = meta.get("sampling", {}).get("temperature") == 0
+    fixed = isinstance(policy.controller, FixedConfig) and not policy.cells and policy.lossless
+    if not (meta.get("dense") is True and greedy and fixed and policy.k_max <= meta.get("k_max", 0)):
+        return None
+    mine = policy.decisions()
+    for arm in meta.get("arms", []):
+        same_keys = arm.get("draft_kv") == mine["draft_kv"] or not policy.drafter.reads_selection
+        if arm.get("drafter", {"kind": "sparse_self"}) == mine["drafter"] and same_keys:
+            return int(arm["arm"])
+    return None
+
+
+def _told(policy: Policy) -> tuple[dict[str, Any], list[Row]]:
+    """What the measured block says, else the expected one."""
+    for basis, block in (("measured", policy.measured), ("expected", policy.expected)):
+        length = (block or {}).get("tokens_per_round")
+        if block is None or isinstance(length, bool) or not isinstance(length, (int, float)):
+            continue
+        told: dict[str, Any] = {
+            "basis": basis,
+            "rounds": None,
+            "marginal": None,
+            "conditional": None,
+            "acceptance_length": length,
+        }
+        if block.get("k") == 1.0:  # every round drafted one token: its share is all there is to know
+            told |= {"marginal": [length - 1.0], "conditional": [length - 1.0]}
+            return told, [Row("all", "acceptance", "kept", f"one draft a round, from the {basis} block")]
+        note = f"tokens per round from the {basis} block; by depth unknown without trace="
+        return told, [Row("all", "acceptance", "approximated", note)]
+    raise UserError(
+        f"policy {policy.name} has no measured or expected tokens per round", "give trace=DIR, or a tuned policy"
+    )
+
+
+def _meta(trace: Path) -> dict[str, Any]:
+    try:
+        meta = json.loads((trace / "meta.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        raise UserError(f"{trace} is not a trace", "check the path") from None
+    found = meta.get("schema") if isinstance(meta, dict) else None
+    if not isinstance(meta, dict) or found != TRACE_SCHEMA:
+        raise UserError(f"{trace} has schema {found!r}", f"this version reads {TRACE_SCHEMA!r}")
+    return meta
+
+
+def _columns(trace: Path, table: str, names: tuple[str, ...]) -> dict[str, Any]:
+    """Columns of a table over all finished documents. Raises UserError on none, and on damage."""
+    import pyarrow as pa  # here, since it would slow every --help
+    import pyarrow.parquet as pq
+
+    parts = [trace / p.name.replace("rounds", table, 1) for p in sorted(trace.glob("rounds-*.parquet"))]
+    try:
+        found = [pq.read_table(p, columns=list(names), page_checksum_verification=True) for p in parts if p.exists()]
+        joined = pa.concat_tables(found)
+        columns = {name: joined[name].to_numpy().astype(np.int64) for name in names}
+    except (OSError, ValueError, KeyError, pa.ArrowException):
+        raise UserError(f"trace {trace} has no readable {table}", "record it again") from None
+    if not len(columns[names[0]]):
+        raise UserError(f"trace {trace} has no {table}", "record it again")
+    return columns
