@@ -291,14 +291,15 @@ def candidates(p: Product, rows: int, item_bytes: int) -> list[LinearConfig]:
     found = [base, replace(base, prefetch_bytes=0 if base.prefetch_bytes else 32 << 10)]
     found.append(replace(base, stages=base.stages - 1))
     found.append(replace(base, stages=base.stages + 1))
-    found.append(replace(base, block_k=base.block_k // 2, stages=base.stages + 2))
+    found += [replace(base, block_k=base.block_k // 2, stages=base.stages + more) for more in (0, 2)]
     found.append(replace(base, block_k=2 * base.block_k, stages=max(3, base.stages - 1)))
     for block_n in (base.block_n // 2, 2 * base.block_n):
         fold = 64 // block_n
         if block_n in (8, 16, 32, 64) and pieces * fold * base.block_m <= 256:
             block_m = max(base.block_m, 16 // (pieces * fold))
             other = replace(base, block_n=block_n, fold=fold, block_m=block_m, block_k=base.block_k // base.fold * fold)
-            found += [other, replace(other, splits=2 * other.splits)]
+            fill = max(1, 132 // -(-p.columns // block_n))  # splits that give every multiprocessor a program
+            found += [replace(other, splits=splits) for splits in sorted({base.splits, 2 * base.splits, fill})]
     found.append(replace(base, splits=2 * base.splits))
     if base.splits > 1:
         found.append(replace(base, splits=base.splits // 2))

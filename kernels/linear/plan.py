@@ -35,8 +35,8 @@ class Pipeline:
     least_stages: int
 
 
-PIPELINES = {  # by bytes of a weight; that of float8 is bfloat16's in bytes, not yet measured
-    1: Pipeline(8 << 10, 16 << 10, least_part=64, in_flight_bytes=40 << 10, least_stages=4),
+PIPELINES = {  # by bytes of a weight; float8's is reasoned, not measured: its steps end with a wait, so are longer
+    1: Pipeline(16 << 10, 16 << 10, least_part=64, in_flight_bytes=40 << 10, least_stages=4),
     2: Pipeline(8 << 10, 16 << 10, least_part=32, in_flight_bytes=40 << 10, least_stages=4),
 }
 
@@ -124,7 +124,8 @@ def _tile(N: int, K: int, rows: int, padded: int, *, item_bytes: int, gated: boo
     """Output columns of a program: as many as leave ENOUGH_FRAC of the multiprocessors with a tile.
 
     But not so few that x's traffic from the L2 cache exceeds that of the weights (for short rows twice that): K is
-    split instead. Half as many where the tiles come out uneven and x is small beside them.
+    split instead. Half as many where the tiles come out uneven and x is small beside them. With float8 a split of K
+    comes with the tallest tile: it may as well save traffic and results that nobody needs.
     """
     matrices = 2 if gated else 1
 
@@ -137,6 +138,8 @@ def _tile(N: int, K: int, rows: int, padded: int, *, item_bytes: int, gated: boo
     block_n = TILE_ROWS
     while -(-N // block_n) < ENOUGH_FRAC * processors and fits(block_n // 2, most_traffic):
         block_n //= 2
+    if item_bytes == 1 and 2 * -(-N // block_n) <= processors:
+        return TILE_ROWS
     each = -(-N // block_n) / processors
     uneven = each >= ENOUGH_FRAC and math.ceil(each) / each > UNEVEN
     if uneven and fits(block_n // 2, SMALL_FRAC):
