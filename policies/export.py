@@ -26,7 +26,7 @@ class Settings:
     """Settings of `export`. out: the file to write, or a directory to name it in. target: whose format.
 
     alternatives: a policy file or a directory of them, whose predictions may tell what lowering loses. Everything else
-    that `export` takes is exporters.lowering.Options.
+    that `export` takes is exporters.options.Options.
     """
 
     policy: dict[str, Any]

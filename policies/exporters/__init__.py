@@ -3,7 +3,8 @@
 from collections.abc import Callable
 
 from specdial.policies.exporters import huggingface, llama_cpp, native, profile, sglang, tensorrt_llm, vllm
-from specdial.policies.exporters.lowering import Lowered, Options
+from specdial.policies.exporters.options import Options
+from specdial.policies.exporters.rows import Lowered
 from specdial.policies.schema import Policy
 
 EXPORTERS: dict[str, Callable[[Policy, Options], Lowered]] = {

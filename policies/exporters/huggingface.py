@@ -11,7 +11,10 @@ from dataclasses import replace
 from typing import Any
 
 from specdial.policies.controllers import ConfidenceConfig
-from specdial.policies.exporters.lowering import Lowered, Options, Row, axis_rows, plan
+from specdial.policies.exporters.lengths import length_rows
+from specdial.policies.exporters.lowering import plan
+from specdial.policies.exporters.options import Options
+from specdial.policies.exporters.rows import Lowered, Row
 from specdial.policies.exporters.vllm import model_row
 from specdial.policies.schema import Policy
 
@@ -21,7 +24,7 @@ def lower(policy: Policy, options: Options) -> Lowered:
     confident = isinstance(policy.controller, ConfidenceConfig) and not policy.cells
     options = options if options.batch is not None else replace(options, batch=1)
     p = plan(policy, options, ("lookup", "model"), keeps=("confidence",) if confident else ())
-    rows = [*p.rows, *axis_rows(p, context=False, batch=False)]
+    rows = [*p.rows, *length_rows(p, context=False, batch=False)]
     k = policy.k_max if confident and p.fixed_k else p.fixed_k
     content: dict[str, Any] = {}
     usage = "model.generate(**inputs) without assistance"

@@ -9,7 +9,10 @@ types, whose statistics no policy of ours describes, and everything about device
 import shlex
 
 from specdial.policies.controllers import ConfidenceConfig
-from specdial.policies.exporters.lowering import Lowered, Options, Row, axis_rows, plan
+from specdial.policies.exporters.lengths import length_rows
+from specdial.policies.exporters.lowering import plan
+from specdial.policies.exporters.options import Options
+from specdial.policies.exporters.rows import Lowered, Row
 from specdial.policies.schema import Policy
 
 OLDER = {
@@ -26,7 +29,7 @@ def lower(policy: Policy, options: Options) -> Lowered:
     """Arguments for llama-server; --spec-type none for a policy that never drafts."""
     confident = isinstance(policy.controller, ConfidenceConfig) and not policy.cells
     p = plan(policy, options, ("lookup", "model"), keeps=("confidence",) if confident else ())
-    rows = [*p.rows, *axis_rows(p, context=False, batch=False)]
+    rows = [*p.rows, *length_rows(p, context=False, batch=False)]
     k = policy.k_max if confident and p.fixed_k else p.fixed_k
     arguments: list[str] = ["--spec-type", "none"]
     notes: list[str] = []

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from specdial.policies.exporters.lowering import Lowered
+from specdial.policies.exporters.rows import Lowered
 from specdial.policies.schema import Policy
 
 SAME = ("trace_digest", "hardware", "batch", "split", "costs")  # of `expected`, for two predictions to be comparable

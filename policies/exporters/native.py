@@ -1,6 +1,7 @@
 """specdial's own policy file: nothing is lowered, and a file that is loaded and exported again keeps its bytes."""
 
-from specdial.policies.exporters.lowering import Lowered, Options, Row
+from specdial.policies.exporters.options import Options
+from specdial.policies.exporters.rows import Lowered, Row
 from specdial.policies.file import dump_policy
 from specdial.policies.schema import Policy
 

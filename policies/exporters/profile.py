@@ -21,7 +21,8 @@ import numpy.typing as npt
 
 from specdial.policies.controllers import FixedConfig
 from specdial.policies.errors import UserError
-from specdial.policies.exporters.lowering import Lowered, Options, Row
+from specdial.policies.exporters.options import Options
+from specdial.policies.exporters.rows import Lowered, Row
 from specdial.policies.file import policy_digest
 from specdial.policies.schema import Policy
 

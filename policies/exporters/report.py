@@ -8,7 +8,7 @@ from rich.text import Text
 
 from specdial.policies.console import table_console
 from specdial.policies.exporters.loss import Loss
-from specdial.policies.exporters.lowering import Lowered
+from specdial.policies.exporters.rows import Lowered
 from specdial.policies.file import policy_digest
 from specdial.policies.schema import Policy
 

@@ -14,7 +14,10 @@ from typing import Any
 import yaml
 
 from specdial.policies.controllers import RateConfig
-from specdial.policies.exporters.lowering import Lowered, Options, Plan, Row, axis_rows, plan
+from specdial.policies.exporters.lengths import length_rows
+from specdial.policies.exporters.lowering import Plan, plan
+from specdial.policies.exporters.options import Options
+from specdial.policies.exporters.rows import Lowered, Row
 from specdial.policies.exporters.vllm import model_row
 from specdial.policies.schema import Policy
 
@@ -29,7 +32,7 @@ def lower(policy: Policy, options: Options) -> Lowered:
     kind = p.stand_in or p.drafter.kind
     by_batch = p.by_batch(p.at_context)
     adaptive = kind in ADAPTIVE and (len(by_batch) > 1 or bool(_lengths(policy)))
-    rows = [*p.rows, *axis_rows(p, context=False, batch=adaptive)]
+    rows = [*p.rows, *length_rows(p, context=False, batch=adaptive)]
     k = max(entry[2] for entry in by_batch) if adaptive else p.fixed_k
     usage = "python -m sglang.launch_server --model-path MODEL --config FILE"
     if k == 0:

@@ -11,7 +11,10 @@ from typing import Any
 
 import yaml
 
-from specdial.policies.exporters.lowering import Lowered, Options, Plan, Row, axis_rows, plan
+from specdial.policies.exporters.lengths import length_rows
+from specdial.policies.exporters.lowering import Plan, plan
+from specdial.policies.exporters.options import Options
+from specdial.policies.exporters.rows import Lowered, Row
 from specdial.policies.exporters.vllm import model_row
 from specdial.policies.schema import Policy
 
@@ -21,10 +24,10 @@ TYPES = {"lookup": "NGram", "model": "Draft_Target", "eagle3": "Eagle3"}
 def lower(policy: Policy, options: Options) -> Lowered:
     """`speculative_config` as YAML; null for a policy that never drafts."""
     p = plan(policy, options, TYPES)
-    rows = [*p.rows, *axis_rows(p, context=False, batch=True)]
     kind = p.stand_in or p.drafter.kind
     entries, cut = _cut(p.by_batch(p.at_context))
     k = entries[0][2]
+    rows = [*p.rows, *length_rows(p, context=False, batch=True, most=k)]
     if cut:
         note = f"no draft may be longer than that of the smallest batch, {k}: longer ones are cut to it"
         rows.append(Row("all", "k", "approximated", note))
@@ -44,6 +47,8 @@ def lower(policy: Policy, options: Options) -> Lowered:
         config["draft_len_schedule"] = _schedule(entries, p)
         meaning = "the last batch of its range" if options.trtllm_schedule == "upto" else "the first batch of its range"
         notes.append(f"a key of draft_len_schedule is {meaning}; the other meaning: trtllm_schedule=from or upto")
+        if options.trtllm_schedule == "upto" and entries[-1][1] is None and entries[-1][2] > 0:
+            notes.append(f"batches above max_batch {max(options.max_batch, entries[-1][0])} draft nothing")
         notes.append("draft_len_schedule is a developer interface: not every decoding type and release follows it")
     effective = p.effective(k) if len(entries) == 1 and kind == "model" else None
     text = yaml.safe_dump({"speculative_config": config}, sort_keys=False)

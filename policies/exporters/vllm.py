@@ -11,7 +11,10 @@ when asked for. Leaves out fields that are about the engine: parallelism, quanti
 import json
 from typing import Any
 
-from specdial.policies.exporters.lowering import Lowered, Options, Plan, Row, axis_rows, plan
+from specdial.policies.exporters.lengths import length_rows
+from specdial.policies.exporters.lowering import Plan, plan
+from specdial.policies.exporters.options import Options
+from specdial.policies.exporters.rows import Lowered, Row
 from specdial.policies.schema import Policy
 
 METHODS = {"lookup": "ngram", "model": "draft_model", "eagle": "eagle", "eagle3": "eagle3"}
@@ -22,7 +25,7 @@ def lower(policy: Policy, options: Options) -> Lowered:
     """`speculative_config` as JSON; null for a policy that never drafts."""
     p = plan(policy, options, METHODS)
     ranges = options.vllm_context_ranges and p.varies_by_context
-    rows = [*p.rows, *axis_rows(p, context=ranges, batch=True)]
+    rows = [*p.rows, *length_rows(p, context=ranges, batch=True)]
     scheduled = [k for context in (p.k if ranges else [p.k[p.at_context]]) for k in context]
     usage = 'vllm serve MODEL --speculative-config "$(cat FILE)"'
     if max(scheduled) == 0:

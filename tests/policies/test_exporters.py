@@ -9,7 +9,7 @@ import yaml
 
 from specdial.policies.errors import UserError
 from specdial.policies.exporters import EXPORTERS, Options
-from specdial.policies.exporters.lowering import ENGINES
+from specdial.policies.exporters.options import ENGINES
 from specdial.policies.schema import plain_policy, policy_from_mapping
 
 LOOKUP = {"name": "l", "drafter": {"kind": "lookup", "ngram": 4}, "controller": {"kind": "fixed", "k": 6}}
@@ -182,6 +182,22 @@ def test_partial_verification_and_scoring_heads_are_reported():
     lowered = lower("vllm", lossy)
     assert fates(lowered, "verify_kv") == ["dropped"]
     assert fates(lowered, "scoring_heads") == ["dropped"]
+
+
+def test_every_cell_says_what_the_engine_does_where_it_speaks():
+    def of(target, **options):
+        return [(row.cell[:9], row.fate, row.note) for row in lower(target, GRID, **options).rows if row.axis == "k"]
+
+    long, short, none, rest = of("vllm", vllm_context_ranges=True)
+    assert [row[1] for row in (long, short, none, rest)] == ["kept"] * 4
+    assert rest[2] == "never speaks: cells before it cover it"
+    long, short, none, rest = of("vllm")
+    assert (long[1], short[1:], none[1]) == ("kept", ("approximated", "k 8: 10 here"), "kept")
+    long, short, none, rest = of("llama_cpp")
+    assert (long[1], short[1:]) == ("kept", ("approximated", "k 8: 10 here"))
+    assert none[1:] == ("dropped", "no speculation: 10 here")
+    long, short, none, rest = of("llama_cpp", batch=16)
+    assert long[1:] == ("dropped", "k 10: no speculation here")
 
 
 class TestVllm:

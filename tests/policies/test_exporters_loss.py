@@ -8,7 +8,7 @@ from specdial.policies import export
 from specdial.policies.errors import UserError
 from specdial.policies.exporters import EXPORTERS, Options
 from specdial.policies.exporters.loss import predicted_loss
-from specdial.policies.exporters.lowering import ENGINES, USES
+from specdial.policies.exporters.options import ENGINES, USES
 from specdial.policies.schema import policy_from_mapping
 
 LOOKUP = {"name": "l", "drafter": {"kind": "lookup"}, "controller": {"kind": "fixed", "k": 6}}
