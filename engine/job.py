@@ -174,13 +174,25 @@ def backend_for(device: torch.device | str) -> Backend:
 
 
 def history_spec(policies: list[Policy]) -> HistorySpec | None:
-    """The history that the drafting variants of these policies score by; None when none drafts by history."""
-    kvs = [v.draft_kv for p in policies if p.k_max > 0 for v in p.variants() if v.drafter.kind == "sparse_self"]
+    """The history that these policies draft or verify by; None when none does.
+
+    Raises UserError where they need different ones: its pages are those of draft_kv and of verify_kv.
+    """
+    variants = [v for p in policies if p.k_max > 0 for v in p.variants()]
+    kvs = [v.draft_kv for v in variants if v.drafter.kind == "sparse_self"]
+    specs = [HistorySpec(kv.window, kv.page, kv.decay) for kv in kvs]
+    specs += [HistorySpec(v.draft_kv.window, v.verify_kv.page) for v in variants if verifies_by_window(v)]
     for name in ("window", "page", "decay"):
-        values = {getattr(kv, name) for kv in kvs}
+        values = {getattr(spec, name) for spec in specs}
         if len(values) > 1:
             raise UserError(f"policies with different draft_kv.{name} {sorted(values)}", "run them separately")
-    return HistorySpec(kvs[0].window, kvs[0].page, kvs[0].decay) if kvs else None
+    return specs[0] if specs else None
+
+
+def verifies_by_window(variant: Policy) -> bool:
+    """Does a policy verify partially by the windowed history?"""
+    kv = variant.verify_kv
+    return not kv.lossless and kv.source in ("history", "hybrid") and not variant.scoring_heads.target
 
 
 def describe(job: Job, sampling: Sampling, policies: Iterable[Policy] = ()) -> dict[str, Any]:

@@ -11,6 +11,7 @@ their padding drafts are never accepted. Leaves out everything around the round:
 from collections.abc import Generator, Hashable
 from dataclasses import dataclass
 from functools import partial
+from typing import Literal
 
 import numpy as np
 import torch
@@ -33,6 +34,7 @@ from specdial.engine.round_state import (
 )
 from specdial.engine.sampling import Sampling
 from specdial.engine.sequences import Sequences
+from specdial.engine.verification import Plan, Schedule, verifications
 from specdial.kernels.settle import settle
 from specdial.policies.controllers import Controller, Signals, draft_limit, longest_draft, make_controller
 from specdial.policies.schema import Policy
@@ -45,6 +47,7 @@ class Round:
     context_tokens: committed length at the start. Times are for the whole batch, in microseconds; host_us is all the
     round took beyond drafts, verification and selection, the wait since the last round included.
     drafts: [B, K] token ids; signals: [B, K]; accept_prob: [B, K] in sampled decoding, else None.
+    mode: over which keys drafts were verified; rounds_since_full: partial rounds since a full one, this included.
     """
 
     active: np.ndarray
@@ -60,6 +63,8 @@ class Round:
     drafts: np.ndarray
     signals: Signals
     accept_prob: np.ndarray | None
+    mode: Literal["full", "partial"] = "full"
+    rounds_since_full: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +74,7 @@ class Launched:
     controller: Controller
     read_back: ReadBack
     captured: bool
+    plan: Plan
 
 
 class Decoding:
@@ -82,10 +88,13 @@ class Decoding:
         numbers: list[int],
         *,
         synthetic: tuple[float, ...] = (),
+        keep_logits: bool = False,
     ) -> None:
         """numbers: one per sequence, seeds its random numbers. `sequences` must be prefilled.
 
         synthetic: accept the draft at each depth with this probability instead, whatever it says: to measure cost.
+        keep_logits: leave each round's logits in `logits` until the next one; rounds then wait for the host.
+        Raises UserError where policy, model and prompts do not go together.
         """
         self.s = sequences
         self.policy = policy
@@ -95,9 +104,15 @@ class Decoding:
             make_drafter(sequences, v) if longest_draft(v.controller) > 0 else None for v in self.variants
         ]
         self.drafts_at_all = policy.k_max > 0
+        self.schedule = Schedule(sequences, policy)
+        self.queries, self.verifications = verifications(sequences, policy, self.drafters)
         self.state = sequences.state(policy.k_max)
-        self.judge = Judge(self.state, sampling, numbers, vocab=sequences.decoder.config.vocab, synthetic=synthetic)
+        vocab = sequences.decoder.config.vocab
+        self.judge = Judge(self.state, sampling, numbers, vocab=vocab, synthetic=synthetic)
+        self.logits: Tensor | None = self.state.kept_logits(vocab) if keep_logits else None  # [B, K+1, V]
         self._settled_ns: int | None = None  # when the last round ended
+        self._plan, self._verification = Plan(), self.verifications[0]  # of the round being launched
+        self._started = False
         self._opened: Draft | None = None  # of the next round, its first token drafted
         furthest = int((sequences.prompt_tokens + np.maximum(sequences.limits, 0)).max()) + policy.k_max
         if furthest > sequences.cache.capacity_tokens:
@@ -130,34 +145,49 @@ class Decoding:
         capturing_us = s.graphs.capturing_us
         variant = self._variant()
         controller, drafter = self.controllers[variant], self.drafters[variant]
+        self._plan_verification(variant)
         willing = controller.draft_more(0, Signals.empty(s.batch, 1)) & ~s.done
         limit = np.where(willing, draft_limit(controller, s.remaining), 0)
+        if self._opened is None:
+            self._prepare(None if isinstance(drafter, HostDrafter) else drafter, limit)
+        self._verification.prepare(self._plan)
         if isinstance(drafter, HostDrafter):
-            self._prepare(None, limit)
             self._at_once(drafter.drafts(limit))
         else:
-            if self._opened is None:
-                self._prepare(drafter, limit)
             if s.graphs.enabled and not controller.adaptive:
                 k = int(controller.k_max.max())
-                key = ("round", state.most_drafts, k, None if drafter is None else drafter.key, self.judge.key)
+                key = ("round", state.most_drafts, k, None if drafter is None else drafter.key, *self._verify_key)
                 s.graphs.run(key, lambda: self._whole(drafter, k))
             else:
                 self._step_by_step(drafter, controller, limit)
-        read_back = state.read_back()
+        read_back, plan = state.read_back(), self._plan
         if isinstance(drafter, SparseSelf) and self._may_open(controller, drafter):
             self._prepare(drafter, limit)
             name = self._steps_of(drafter)
             self._opened = s.graphs.run((*name, "begin"), lambda: self._begin(drafter, state.most_drafts))
             s.graphs.run((*name, 0), partial(self._step, self._opened, 0))
-        return Launched(controller, read_back, s.graphs.capturing_us != capturing_us)
+        return Launched(controller, read_back, s.graphs.capturing_us != capturing_us, plan)
 
     def _prepare(self, drafter: Drafter | None, limit: np.ndarray) -> None:
-        """The host's part before a round's device work."""
+        """The host's part before a round's drafts."""
         self.s.turn += 1
         self.judge.prepare()
         if drafter is not None:
             drafter.prepare(limit)
+
+    def _plan_verification(self, variant: int) -> None:
+        """Decide over which keys this round verifies."""
+        if self.queries is not None and not self._started:
+            self.s.graphs.run(("last queries", self.queries.key), self.queries.start)
+        self._started = True
+        self._verification = self.verifications[variant]
+        self._plan = self.schedule.next(self.variants[variant].verify_kv)
+
+    @property
+    def _verify_key(self) -> tuple[Hashable, ...]:
+        """What tells this round's verification from others as a pass."""
+        plan = self._plan
+        return (self.judge.key, self._verification.key, plan.partial, plan.recomputed, self.logits is not None)
 
     def _whole(self, drafter: Drafter | None, k: int) -> None:
         """A round of k drafts for every sequence: a pass."""
@@ -178,7 +208,7 @@ class Decoding:
         to_device(block, state.block)
         to_device(k, state.k)
         widest = int(k.max())
-        self.s.graphs.run(("at once", state.most_drafts, widest, self.judge.key), lambda: self._known(widest))
+        self.s.graphs.run(("at once", state.most_drafts, widest, *self._verify_key), lambda: self._known(widest))
 
     def _known(self, k: int) -> None:
         """Verify drafts that came from the host: a pass."""
@@ -210,7 +240,7 @@ class Decoding:
                         write_signals(signals, depth - 1 - lag, *arriving[depth - 1 - lag])
                 going = going & (k < limit) & controller.draft_more(depth, signals)
         to_device(k, state.k)
-        run((*name, "verify", depth), lambda: self._verify(depth, begun=depth > 0))
+        run((*name, "verify", depth, *self._verify_key), lambda: self._verify(depth, begun=depth > 0))
 
     def _steps_of(self, drafter: Drafter | None) -> tuple[Hashable, ...]:
         """What the passes of a round drafted step by step are called."""
@@ -235,8 +265,10 @@ class Decoding:
         if not begun:
             state.block[:, 0] = s.pending
         state.mark(DRAFTED if begun else START, DRAFTED)
-        rows = self.drafts_at_all
-        block = s.forward_block(state.block[:, : k + 1], padded=rows, rows=rows)
+        rows, plan = self.drafts_at_all, self._plan
+        block = self._verification.block(state.block[:, : k + 1], plan, k=state.k, padded=rows, rows=rows)
+        if self.logits is not None:
+            self.logits[:, : k + 1] = block.logits
         state.mark(VERIFIED)
         choices, judged = self.judge.choices(block.logits, k)
         settle(
@@ -244,6 +276,7 @@ class Decoding:
             accepted=state.accepted, counts=state.counts, pending=s.pending, before=s.before, judged=judged,
             backend=s.backend,
         )  # fmt: skip
+        self._verification.settled(block, state.counts)
         s.advance(block, state.counts)
         state.mark(SETTLED)
 
@@ -254,6 +287,7 @@ class Decoding:
         active, context = ~s.done, s.committed
         emitted = [seen.emitted[b, :n].tolist() for b, n in enumerate(seen.counts)]
         s.commit(emitted, seen.counts)
+        self.schedule.note(launched.plan, seen.counts)
         signals = Signals(*seen.signals.astype(np.float64))
         launched.controller.observe(seen.k, seen.accepted, signals, active)
         start, selected, drafted, verified, settled = seen.moments_ns.tolist()
@@ -273,6 +307,8 @@ class Decoding:
             drafts=seen.drafts,
             signals=signals,
             accept_prob=None if self.judge.sampling.greedy else seen.accept_prob,
+            mode="partial" if launched.plan.partial else "full",
+            rounds_since_full=launched.plan.since_full,
         )
 
     def _variant(self) -> int:
@@ -293,6 +329,8 @@ class Decoding:
         if not self.s.graphs.enabled or len(self.variants) > 1:
             return False
         if self.controllers[0].adaptive or isinstance(self.drafters[0], HostDrafter):
+            return False
+        if self.logits is not None or self.schedule.must_know(self.policy.verify_kv):
             return False
         return bool((self.s.remaining > self.policy.k_max + 1).any())
 

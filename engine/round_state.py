@@ -59,11 +59,19 @@ class RoundState:
         self.uniforms = torch.zeros(B, 2 * K + 1, dtype=torch.float64, device=device)  # drafts, acceptance, last token
         self.acceptance = torch.zeros(K, dtype=torch.float64, device=device)  # of each depth, where it is synthetic
         self.draft_probs: Tensor | None = None  # [B, K, V], in sampled decoding
+        self._logits: Tensor | None = None
 
     @property
     def drafts(self) -> Tensor:
         """[B, K]"""
         return self.block[:, 1:]
+
+    def kept_logits(self, vocab: int) -> Tensor:
+        """Room for the logits of a round, [B, K+1, V] float32; made when first asked for."""
+        if self._logits is None:
+            B, T = self.block.shape
+            self._logits = torch.zeros(B, T, vocab, device=self.block.device)
+        return self._logits
 
     def mark(self, moment: int, last: int | None = None) -> None:
         """Note the time of a moment, or of all from it to `last`, when the device gets there."""

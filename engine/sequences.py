@@ -34,10 +34,16 @@ STOP_SLOTS = 16  # stop tokens a model may have
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Result of one pass over new tokens. logits: [B, T, V]; rows: its attention rows, or None."""
+    """Result of one pass over new tokens. logits: [B, T, V]; rows: its attention rows, or None.
+
+    start, first_row: [B] each, where the pass began with rows that were cached already: the position of its first row,
+    and the row of the first new token.
+    """
 
     logits: Tensor
     rows: Rows | None
+    start: Tensor | None = None
+    first_row: Tensor | None = None
 
 
 class Sequences:
@@ -190,25 +196,38 @@ class Sequences:
         self.turn += 1
         self.started = self.turn
 
-    def forward_block(self, tokens: Tensor, *, padded: bool, rows: bool) -> Block:
+    def forward_block(
+        self,
+        tokens: Tensor,
+        *,
+        padded: bool,
+        rows: bool,
+        start: Tensor | None = None,
+        cached_rows: int = 0,
+        watch: Callable[[int, Tensor], None] | None = None,
+    ) -> Block:
         """Full attention over everything cached for a block of tokens [B, T], written behind the committed keys.
 
         padded: on a CPU, round T up to ROW_MULTIPLE inside. rows: also collect the attention rows. Commits nothing.
+        start: instead, the positions [B] at which the blocks begin, up to cached_rows before what is committed ends.
+        watch: is told every layer's queries [B, T or more, H, D].
         """
         T = tokens.shape[1]
         if padded and not self.cache.on_gpu:
             tokens = F.pad(tokens, (0, round_up(T, ROW_MULTIPLE) - T))
-        width = self.cache.width(tokens.shape[1])
-        lengths = self.cache.lengths
+        width = self.cache.width(tokens.shape[1] - cached_rows)
+        lengths = self.cache.lengths if start is None else start
         collected = self.history.rows(tokens.shape[1], self.batch) if rows and self.history is not None else None
 
         def attend(layer: int, q: Tensor) -> Tensor:
+            if watch is not None:
+                watch(layer, q)
             kv = self.cache.view(layer, width)
             if collected is not None and self.history is not None:
                 return self.history.attend(collected, layer, q, kv, lengths)
             return full_attention(q, *kv, lengths, backend=self.backend)[0]
 
-        return Block(self.forward_rows(tokens, lengths, attend)[:, :T], collected)
+        return Block(self.forward_rows(tokens, lengths, attend)[:, :T], collected, start)
 
     def forward_rows(self, tokens: Tensor, lengths: Tensor, attend: AttendCached, *, float8: bool = False) -> Tensor:
         """Logits [B, T, V] of tokens [B, T] at positions lengths[b] + t, their keys written to the cache.
@@ -238,7 +257,11 @@ class Sequences:
     def advance(self, block: Block, counts: Tensor) -> None:
         """Take the first counts[b] rows of a block as committed, on the device: into history, then the lengths. [B]"""
         if self.history is not None and block.rows is not None:
-            self.history.push(block.rows, self.cache.lengths, counts)
+            if block.start is None:
+                self.history.push(block.rows, self.cache.lengths, counts)
+            else:  # the rows in front are committed too; at rest nothing is
+                whole = torch.where(counts > 0, self.cache.lengths - block.start + counts, 0)  # [B]
+                self.history.push(block.rows, block.start, whole)
         self.cache.advance(counts)
 
     def commit(self, emitted: list[list[int]], counts: npt.NDArray[np.int64]) -> None:

@@ -76,7 +76,7 @@ class VerifyKV:
         if keys.budget < 1:
             raise UserError(f"{where}.recent is 0, and so is sink", "let it read some key", field=f"{where}.recent")
         keys.check(where)
-        room = self.budget - self.sink - self.recent
+        room = keys.budget - self.sink - self.recent
         if self.lookahead_tokens > room:
             raise UserError(
                 f"{where}.lookahead_tokens is {self.lookahead_tokens}, sink and recent leave {room} of the budget",

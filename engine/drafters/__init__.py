@@ -8,7 +8,9 @@ from specdial.engine.drafters.model import ModelDrafter
 from specdial.engine.drafters.quest import Quest
 from specdial.engine.drafters.sparse_self import SparseSelf
 from specdial.engine.sequences import Sequences
+from specdial.policies.controllers import longest_draft
 from specdial.policies.schema import DraftKV, Policy
+from specdial.policies.verification import LOOKAHEAD
 
 
 def draft_kv_of(sequences: Sequences, policy: Policy) -> DraftKV:
@@ -16,9 +18,18 @@ def draft_kv_of(sequences: Sequences, policy: Policy) -> DraftKV:
     return policy.draft_kv.resolved(int(sequences.prompt_tokens.max()))
 
 
+def model_drafter(sequences: Sequences, policy: Policy) -> ModelDrafter:
+    """A draft model, which keeps its scoring heads' attention if the policy verifies by it."""
+    kv = policy.verify_kv
+    if kv.lossless or kv.source not in LOOKAHEAD:
+        return ModelDrafter(sequences, policy.drafter.model)
+    heads, most = policy.scoring_heads.by_layer("draft"), longest_draft(policy.controller)
+    return ModelDrafter(sequences, policy.drafter.model, heads=heads, most_drafts=most)
+
+
 DRAFTERS: dict[str, Callable[[Sequences, Policy], Drafter | HostDrafter]] = {
     "sparse_self": lambda s, p: SparseSelf(s, draft_kv_of(s, p), float8=p.drafter.weights == "fp8"),
-    "model": lambda s, p: ModelDrafter(s, p.drafter.model),
+    "model": model_drafter,
     "lookup": lambda s, p: Lookup(s, p.drafter.ngram),
     "quest": lambda s, p: Quest(s, draft_kv_of(s, p)),
 }

@@ -2,10 +2,13 @@
 
 The first step of a round feeds the last two committed tokens, the later ones the last draft. So a round that drafted
 leaves all keys the next one needs, however much was accepted: the last accepted draft may be missing, and is one of
-the two. After rounds without drafts `prepare` feeds what is missing. Leaves out a budget: drafts read every key.
+the two. After rounds without drafts `prepare` feeds what is missing. With scoring heads every step also leaves their
+attention to every key, for whoever verifies over a selection (Dustin's lookahead). Leaves out a budget: drafts read
+every key.
 """
 
 from collections.abc import Hashable
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -15,22 +18,42 @@ from torch import Tensor
 from specdial.engine.drafters.base import Draft, Proposal, propose
 from specdial.engine.sequences import Sequences
 from specdial.kernels.full_attention import full_attention
+from specdial.kernels.head_scores import head_scores
 from specdial.policies.errors import UserError
 
 CATCH_UP_ROWS = 16  # most missing tokens fed at once; no more than a cache holds
 
 
+@dataclass(frozen=True, slots=True)
+class Lookahead:
+    """What the scoring heads of a draft model say. heads: query heads by layer; scores: [K, B, S], by draft step."""
+
+    heads: dict[int, tuple[int, ...]]
+    scores: Tensor
+
+
 class ModelDrafter:
     """Drafts of the sequences by one of their companions."""
 
-    def __init__(self, sequences: Sequences, name: str) -> None:
-        """Raises ValueError without such a companion, UserError on prompts of one token."""
+    def __init__(
+        self, sequences: Sequences, name: str, *, heads: dict[int, tuple[int, ...]] | None = None, most_drafts: int = 0
+    ) -> None:
+        """heads: scoring heads by layer, whose attention is kept for up to `most_drafts` steps a round.
+
+        Raises ValueError without such a companion, UserError on prompts of one token.
+        """
         if name not in sequences.companions:
             raise ValueError(f"these sequences have no companion {name!r}")
         if int(sequences.prompt_tokens.min()) < 2:
             raise UserError("a draft model starts from two tokens, a prompt has one", "give a longer prompt")
         self.s, self.own = sequences, sequences.companions[name]
-        self.key: Hashable = ("model", name)
+        self.lookahead: Lookahead | None = None
+        if heads:
+            shape = (most_drafts, sequences.batch, self.own.cache.capacity_tokens)  # the target's capacity too
+            device = sequences.decoder.device
+            scores = sequences.lasting(("lookahead", shape), lambda: torch.zeros(shape, device=device))  # [K, B, S]
+            self.lookahead = Lookahead(heads, scores)
+        self.key: Hashable = ("model", name, tuple(sorted((heads or {}).items())), most_drafts if heads else 0)
 
     def prepare(self, limit: np.ndarray) -> None:
         """See Drafter: feed the tokens of rounds in between that did not draft.
@@ -48,7 +71,7 @@ class ModelDrafter:
 
     def begin(self, steps: int) -> Draft:
         """See Drafter."""
-        return ModelDraft(self.s, self.own, width=self.own.cache.width(steps + 2))
+        return ModelDraft(self.s, self.own, width=self.own.cache.width(steps + 2), lookahead=self.lookahead)
 
     def _catch_up(self, ends: np.ndarray, missing: int) -> None:
         """Feed the `missing` committed tokens ahead of ends [B], of every sequence alike: again where it has them.
@@ -72,17 +95,26 @@ class ModelDrafter:
 class ModelDraft:
     """Lanes are the sequences of a batch."""
 
-    def __init__(self, sequences: Sequences, own: Sequences, *, width: int) -> None:
-        """width: keys to read of the companion's."""
-        self.s, self.own, self.width = sequences, own, width
+    def __init__(self, sequences: Sequences, own: Sequences, *, width: int, lookahead: Lookahead | None) -> None:
+        """width: keys to read of the companion's. lookahead: to leave each step's scores in."""
+        self.s, self.own, self.width, self.lookahead = sequences, own, width, lookahead
 
     def step(self, depth: int, tokens: Tensor) -> Proposal:
         """See Draft."""
         s, own = self.s, self.own
         fed = torch.stack([s.before, tokens], dim=1) if depth == 0 else tokens[:, None]  # [B, 2] or [B, 1]
         lengths = s.cache.lengths + (depth if depth else -1)  # [B], of the first one
+        ahead = s.cache.lengths + depth  # [B], of the last one
+        kept = self.lookahead
+        if kept is not None:
+            kept.scores[depth].zero_()
 
         def attend(layer: int, q: Tensor) -> Tensor:
+            if kept is not None and layer in kept.heads:
+                head_scores(
+                    q[:, fed.shape[1] - 1 : fed.shape[1]], own.cache.layer(layer)[0], ahead, kept.heads[layer],
+                    backend=own.backend, out=kept.scores[depth],
+                )  # fmt: skip
             return full_attention(q, *own.cache.view(layer, self.width), lengths, backend=own.backend)[0]
 
         logits = own.forward_rows(known(fed, own), lengths, attend)[:, -1]  # [B, V of the companion]

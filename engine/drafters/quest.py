@@ -9,18 +9,16 @@ visible. Drafted keys go behind the committed ones, where verification overwrite
 from collections.abc import Hashable
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from specdial.engine.drafters.base import Draft, Proposal, propose
+from specdial.engine.drafters.summaries import MOST_COMMITTED, Summaries
 from specdial.engine.sequences import Sequences
-from specdial.kernels.page_summary import HEAD_DIMS, score_pages, update_pages
+from specdial.kernels.page_summary import HEAD_DIMS, score_pages
 from specdial.kernels.selection import select
 from specdial.kernels.sparse_attention import SparseWorkspace, sparse_attention, workspace_for
 from specdial.policies.errors import UserError
 from specdial.policies.schema import DraftKV
-
-MOST_COMMITTED = 65  # tokens of one round: 64 drafts, which no controller exceeds, and one more
 
 
 class Quest:
@@ -37,8 +35,7 @@ class Quest:
             raise UserError("drafter quest chooses layer by layer, draft_kv.scope is model", "use kv_head or layer")
         self.s, self.draft_kv = sequences, draft_kv
         self.key: Hashable = ("quest", draft_kv)
-        page = draft_kv.page
-        self.summaries: Summaries = sequences.lasting(("summaries", page), lambda: Summaries(sequences, page))
+        self.summaries = Summaries.of(sequences, draft_kv.page)
 
     def prepare(self, limit: np.ndarray) -> None:
         """See Drafter: take in what was committed by rounds in between that did not draft so."""
@@ -49,43 +46,6 @@ class Quest:
         """See Drafter."""
         self.summaries.update(MOST_COMMITTED)
         return QuestDraft(self.s, self.summaries, self.draft_kv)
-
-
-class Summaries:
-    """The smallest and largest keys of every page of the committed keys, [L, B, Hk, S / page, D] each."""
-
-    def __init__(self, sequences: Sequences, page: int) -> None:
-        cache = sequences.cache
-        self.s, self.page = sequences, page
-        L, B, Hk, S, D = cache.k.shape
-        self.low = torch.zeros(L, B, Hk, S // page, D, device=cache.k.device, dtype=cache.k.dtype)
-        self.high = torch.zeros_like(self.low)
-        self.covered = torch.zeros(B, dtype=torch.int64, device=cache.k.device)  # [B] keys they were made from
-        self._turn = -1  # the last round they took part in
-
-    def follow(self) -> None:
-        """Before a round: make up for whatever happened since the last one."""
-        if self._turn < self.s.started:  # keys may have been replaced
-            self.covered.zero_()
-        if self._turn != self.s.turn - 1:
-            self.update(self.s.cache.capacity_tokens)
-        self._turn = self.s.turn
-
-    def update(self, most_tokens: int) -> None:
-        """Take in what was committed since the last update, at most so many tokens of a sequence: a pass."""
-        cache = self.s.cache
-        L = cache.k.shape[0]
-        update_pages(
-            cache.k.flatten(0, 1),
-            self.low.flatten(0, 1),
-            self.high.flatten(0, 1),
-            self.covered.repeat(L),
-            (cache.lengths - self.covered).repeat(L),
-            page=self.page,
-            max_tokens=most_tokens,
-            backend=self.s.backend,
-        )
-        self.covered.copy_(cache.lengths)
 
 
 class QuestDraft:
