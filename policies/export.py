@@ -5,7 +5,7 @@ policies' own predictions can tell. Leaves out running the other engine.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,12 +21,12 @@ from specdial.policies.schema import Policy, policy_from_mapping
 Target = Literal["specdial", "vllm", "sglang", "tensorrt_llm", "transformers", "llama_cpp", "profile"]
 
 
-@dataclass(frozen=True, slots=True)
-class Settings:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings(Options):
     """Settings of `export`. out: the file to write, or a directory to name it in. target: whose format.
 
-    alternatives: a policy file or a directory of them, whose predictions may tell what lowering loses. Everything else
-    that `export` takes is exporters.options.Options.
+    alternatives: a policy file or a directory of them, whose predictions may tell what lowering loses. The rest is of
+    exporters.options.Options.
     """
 
     policy: dict[str, Any]
@@ -37,20 +37,18 @@ class Settings:
 
 def run(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Write the files and print the report. Returns where they are, the digest of the decisions and the report."""
-    names = {f.name for f in fields(Settings)}
-    s = parse(Settings, {name: value for name, value in settings.items() if name in names})
-    options = parse(Options, {name: value for name, value in settings.items() if name not in names})
-    options.check(s.target)
+    s = parse(Settings, settings)
+    s.check(s.target)
     policy = policy_from_mapping(s.policy, "policy")
     digest = policy_digest(policy)
     _check_unedited(policy, digest)
     alternatives = _alternatives(s.alternatives)
     folder, stem, name = _place(s, policy)
-    lowered = EXPORTERS[s.target](policy, replace(options, stem=stem))
+    lowered = EXPORTERS[s.target](policy, s, stem)
     files = {folder / f"{stem}{suffix}": text for suffix, text in lowered.files.items()}
     if name is not None:
         files = dict(zip([folder / name, *list(files)[1:]], files.values()))
-    for path, text in files.items():
+    for path, text in reversed(files.items()):  # the main file last, since it may name the others
         write_text_atomic(path, text)
     found = {"out": str(next(iter(files))), "policy_digest": digest, "lossless": policy.lossless}
     if s.target != "specdial":

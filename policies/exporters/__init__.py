@@ -7,7 +7,8 @@ from specdial.policies.exporters.options import Options
 from specdial.policies.exporters.rows import Lowered
 from specdial.policies.schema import Policy
 
-EXPORTERS: dict[str, Callable[[Policy, Options], Lowered]] = {
+# Each takes what all its files' names begin with as well, since one file may name another.
+EXPORTERS: dict[str, Callable[[Policy, Options, str], Lowered]] = {
     "specdial": native.lower,
     "vllm": vllm.lower,
     "sglang": sglang.lower,

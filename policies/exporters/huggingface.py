@@ -19,7 +19,7 @@ from specdial.policies.exporters.vllm import model_row
 from specdial.policies.schema import Policy
 
 
-def lower(policy: Policy, options: Options) -> Lowered:
+def lower(policy: Policy, options: Options, stem: str) -> Lowered:
     """generation_config, and assistant_model with assistant_generation_config; empty for a policy that never drafts."""
     confident = isinstance(policy.controller, ConfidenceConfig) and not policy.cells
     options = options if options.batch is not None else replace(options, batch=1)

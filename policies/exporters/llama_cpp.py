@@ -25,7 +25,7 @@ OLDER = {
 }
 
 
-def lower(policy: Policy, options: Options) -> Lowered:
+def lower(policy: Policy, options: Options, stem: str) -> Lowered:
     """Arguments for llama-server; --spec-type none for a policy that never drafts."""
     confident = isinstance(policy.controller, ConfidenceConfig) and not policy.cells
     p = plan(policy, options, ("lookup", "model"), keeps=("confidence",) if confident else ())

@@ -6,7 +6,7 @@ from specdial.policies.file import dump_policy
 from specdial.policies.schema import Policy
 
 
-def lower(policy: Policy, options: Options) -> Lowered:
+def lower(policy: Policy, options: Options, stem: str) -> Lowered:
     """The policy in canonical form."""
     rows = (Row("all", "all", "kept", "the policy itself"),)
     return Lowered({".yaml": dump_policy(policy)}, rows, "specdial run policy=FILE prompt=@PROMPT", policy)

@@ -23,7 +23,7 @@ USES = {
 }
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
     """What lowering needs to know beside the policy.
 
@@ -32,7 +32,7 @@ class Options:
     context that a cell starts at, and the batch of the policy's prediction. max_batch: where open batch ranges end.
     vllm_context_ranges: write k by context as well, in the five-number form that no release of vLLM reads.
     trtllm_schedule: whether a key of draft_len_schedule is the last batch of its range (current) or its first (older).
-    trace: a record that a profile is counted from. stem: what the files are called, without their endings.
+    trace: a record that a profile is counted from.
     """
 
     stand_in: Literal["lookup", "model", "eagle", "eagle3"] | None = None
@@ -43,15 +43,15 @@ class Options:
     vllm_context_ranges: bool = False
     trtllm_schedule: Literal["upto", "from"] = "upto"
     trace: str | None = None
-    stem: str = "policy"
 
     def check(self, target: str) -> None:
         """Raises UserError on what the target does not use, and where a stand-in lacks its model."""
-        for f in fields(self):
-            value = getattr(self, f.name)
-            if value != f.default and target not in USES.get(f.name, (target,)):
-                used = ", ".join(USES[f.name])
-                raise UserError(f"{f.name} is {value!r}, which target {target} does not use", f"it is for {used}")
+        defaults = {f.name: f.default for f in fields(Options)}
+        for name, used in USES.items():
+            value = getattr(self, name)
+            if value != defaults[name] and target not in used:
+                cause = f"{name} is {value!r}, which target {target} does not use"
+                raise UserError(cause, f"it is for {', '.join(used)}")
         needs = self.stand_in in ("model", "eagle", "eagle3")
         if needs and not self.stand_in_model:
             raise UserError(f"stand_in is {self.stand_in} without a model", "add stand_in_model=ID")

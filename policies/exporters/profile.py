@@ -33,15 +33,30 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """accepted[d]: rounds that accepted draft d+1. reached[d]: rounds that drafted it with all before it accepted."""
+    """accepted[d]: rounds (or positions) that accepted draft d+1. reached[d]: those that drafted it with all before it
+    accepted.
+
+    marginal: in rounds a count, so that acceptance_length is the mean number of tokens a round emits; of positions the
+    product of the conditionals, since chains near the end of the output are cut short.
+    """
 
     basis: str
     rounds: int
     accepted: Ints
     reached: Ints
 
+    @property
+    def conditional(self) -> list[float | None]:
+        return [float(a / n) if n else None for a, n in zip(self.accepted, self.reached)]
 
-def lower(policy: Policy, options: Options) -> Lowered:
+    @property
+    def marginal(self) -> list[float]:
+        if self.basis == "rounds":
+            return [float(a / self.rounds) for a in self.accepted]
+        return [float(p) for p in np.cumprod([c or 0.0 for c in self.conditional])]
+
+
+def lower(policy: Policy, options: Options, stem: str) -> Lowered:
     """The profile as JSON. Raises UserError without a trace and without a block that tells tokens per round."""
     content: dict[str, Any] = {
         "schema": SCHEMA,
@@ -53,15 +68,12 @@ def lower(policy: Policy, options: Options) -> Lowered:
     }
     if options.trace is not None:
         counts = count(Path(options.trace), policy)
-        with np.errstate(invalid="ignore"):
-            conditional = counts.accepted / counts.reached
-        marginal = counts.accepted / counts.rounds
         content |= {
             "basis": counts.basis,
             "rounds": counts.rounds,
-            "marginal": marginal.tolist(),
-            "conditional": [float(c) if n else None for c, n in zip(conditional, counts.reached)],
-            "acceptance_length": 1.0 + float(marginal.sum()),
+            "marginal": counts.marginal,
+            "conditional": counts.conditional,
+            "acceptance_length": 1.0 + sum(counts.marginal),
         }
         rows = [Row("all", "acceptance", "kept", f"by depth, from {counts.rounds} {counts.basis}")]
     else:
@@ -92,16 +104,15 @@ def count(trace: Path, policy: Policy) -> Counts:
             f"trace {trace} records another policy, and has no dense arm of this one at a fixed k",
             "record this policy, or export without trace=",
         )
-    drafts = _columns(trace, "drafts", ("round", "arm", "depth", "match"))
+    drafts = _columns(trace, "drafts", ("round", "arm", "depth", "match", "reached"))
     mine = (drafts["round"] == -1) & (drafts["arm"] == arm)
-    depth, match = drafts["depth"][mine], drafts["match"][mine].astype(bool)
-    wanted = np.arange(1, policy.k_max + 1)
-    drafted = np.array([(depth == d).sum() for d in wanted])
-    accepted = np.array([(match & (depth == d)).sum() for d in wanted])
-    # A chain near the end of the output is short: a draft is reached only where it exists.
-    longer = np.array([0, *accepted[:-1]])
-    reached = np.minimum(np.where(wanted == 1, drafted, longer), drafted)
-    return Counts("positions", int(drafted[0]), accepted, reached)
+    depths = np.arange(1, policy.k_max + 1)[:, None]
+    at_depth = drafts["depth"][mine] == depths  # [k, drafts]
+    accepted = (at_depth & (drafts["match"][mine] == 1)).sum(axis=1)
+    reached = (at_depth & (drafts["reached"][mine] == 1)).sum(axis=1)
+    if not reached[0]:
+        raise UserError(f"trace {trace} has no draft of that arm", "record it again")
+    return Counts("positions", int(reached[0]), accepted, reached)
 
 
 def _arm(meta: dict[str, Any], policy: Policy) -> int | None:

@@ -26,14 +26,21 @@ ADAPTIVE = ("eagle", "eagle3")
 ADAPTIVE_FILE = ".adaptive.json"
 
 
-def lower(policy: Policy, options: Options) -> Lowered:
+def lower(policy: Policy, options: Options, stem: str) -> Lowered:
     """Server arguments, none for a policy that never drafts; with EAGLE heads a second file where k varies by batch."""
-    p = plan(policy, options, ALGORITHMS)
+    lengths = _lengths(policy) if options.stand_in in ADAPTIVE else ()
+    p = plan(policy, options, ALGORITHMS, keeps=("rate",) if lengths else ())
     kind = p.stand_in or p.drafter.kind
     by_batch = p.by_batch(p.at_context)
-    adaptive = kind in ADAPTIVE and (len(by_batch) > 1 or bool(_lengths(policy)))
+    adaptive = kind in ADAPTIVE and (len(by_batch) > 1 or bool(lengths))
     rows = [*p.rows, *length_rows(p, context=False, batch=adaptive)]
+    if lengths:
+        note = (
+            f"rate replaced by SGLang's average of accepted lengths, which picks among {', '.join(map(str, lengths))}"
+        )
+        rows.append(Row("all", "k", "approximated", note))
     k = max(entry[2] for entry in by_batch) if adaptive else p.fixed_k
+    k = min(lengths, key=lambda length: abs(length - k)) if lengths else k
     usage = "python -m sglang.launch_server --model-path MODEL --config FILE"
     if k == 0:
         return Lowered({".yaml": "{}\n"}, tuple(rows), "leave the speculative arguments out", p.effective(0))
@@ -50,19 +57,17 @@ def lower(policy: Policy, options: Options) -> Lowered:
         }
         rows += model_row(p)
     files = {".yaml": ""}
-    notes: tuple[str, ...] = ()
     if adaptive:
-        arguments |= {"speculative-adaptive": True, "speculative-adaptive-config": options.stem + ADAPTIVE_FILE}
-        files[ADAPTIVE_FILE] = json.dumps(_candidates(p, policy), indent=1) + "\n"
-        notes = ("where several steps are candidates, SGLang's own average of accepted lengths picks among them",)
+        arguments |= {"speculative-adaptive": True, "speculative-adaptive-config": stem + ADAPTIVE_FILE}
+        files[ADAPTIVE_FILE] = json.dumps(_candidates(p, lengths), indent=1) + "\n"
     files[".yaml"] = yaml.safe_dump(arguments, sort_keys=False)
     effective = p.effective(k) if kind == "model" else None
-    return Lowered(files, tuple(rows), usage, effective, notes)
+    return Lowered(files, tuple(rows), usage, effective)
 
 
-def _candidates(p: Plan, policy: Policy) -> dict[str, dict[str, list[int]]]:
-    """Candidate steps from each batch on; a rate controller's own set of lengths where it has one."""
-    return {str(low): {"candidate_steps": sorted({*_lengths(policy), k})} for low, _, k in p.by_batch(p.at_context)}
+def _candidates(p: Plan, lengths: tuple[int, ...]) -> dict[str, dict[str, list[int]]]:
+    """Candidate steps from the first batch of each range; a rate controller's own lengths where it has them."""
+    return {str(low): {"candidate_steps": sorted(lengths or [k])} for low, _, k in p.by_batch(p.at_context)}
 
 
 def _lengths(policy: Policy) -> tuple[int, ...]:

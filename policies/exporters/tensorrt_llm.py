@@ -21,7 +21,7 @@ from specdial.policies.schema import Policy
 TYPES = {"lookup": "NGram", "model": "Draft_Target", "eagle3": "Eagle3"}
 
 
-def lower(policy: Policy, options: Options) -> Lowered:
+def lower(policy: Policy, options: Options, stem: str) -> Lowered:
     """`speculative_config` as YAML; null for a policy that never drafts."""
     p = plan(policy, options, TYPES)
     kind = p.stand_in or p.drafter.kind

@@ -21,7 +21,7 @@ METHODS = {"lookup": "ngram", "model": "draft_model", "eagle": "eagle", "eagle3"
 NO_END = 2**31 - 1
 
 
-def lower(policy: Policy, options: Options) -> Lowered:
+def lower(policy: Policy, options: Options, stem: str) -> Lowered:
     """`speculative_config` as JSON; null for a policy that never drafts."""
     p = plan(policy, options, METHODS)
     ranges = options.vllm_context_ranges and p.varies_by_context

@@ -39,7 +39,7 @@ GRID = celled(LOOKUP, (8192, None, 1, 16, 10), (0, None, 1, 16, 8), (0, None, 16
 
 
 def lower(target, mapping, **options):
-    return EXPORTERS[target](policy_from_mapping(mapping), Options(**options))
+    return EXPORTERS[target](policy_from_mapping(mapping), Options(**options), "mine")
 
 
 def parsed(target, lowered):
@@ -144,7 +144,7 @@ def test_every_engine_takes_what_is_written(target, base):
 
 @pytest.mark.parametrize("target", ENGINES)
 def test_a_plain_policy_is_exported_as_no_speculation(target):
-    lowered = EXPORTERS[target](plain_policy(), Options())
+    lowered = EXPORTERS[target](plain_policy(), Options(), "mine")
     content = parsed(target, lowered)
     assert content in (None, {}, {"speculative_config": None}, ["--spec-type", "none"])
     assert {row.fate for row in lowered.rows} == {"kept"}
@@ -253,7 +253,7 @@ class TestSglang:
         assert fates(lowered, "batch") == ["dropped"]
 
     def test_eagle_heads_take_steps_by_batch(self):
-        lowered = lower("sglang", BATCHED, stand_in="eagle", stand_in_model="owner/head", stem="mine")
+        lowered = lower("sglang", BATCHED, stand_in="eagle", stand_in_model="owner/head")
         arguments = parsed("sglang", lowered)
         adaptive = json.loads(lowered.files[".adaptive.json"])
         assert adaptive == {f"{b}": {"candidate_steps": [k]} for b, k in ((1, 8), (16, 3), (64, 0))}

@@ -30,7 +30,7 @@ class TestLoss:
 
     def loss(self, policy, *others, target="vllm", **options):
         policy = policy_from_mapping(policy)
-        lowered = EXPORTERS[target](policy, Options(**options))
+        lowered = EXPORTERS[target](policy, Options(**options), "mine")
         return predicted_loss(policy, lowered, [policy_from_mapping(p) for p in others])
 
     def predicted(self, base, speedup, **changed):
@@ -97,7 +97,7 @@ class TestOptions:
 
     def test_a_stand_in_that_the_target_lacks(self):
         with pytest.raises(UserError, match="this target has no eagle drafter; use stand_in=lookup or model"):
-            EXPORTERS["llama_cpp"](policy_from_mapping(SPARSE), Options(stand_in="eagle", stand_in_model="h"))
+            EXPORTERS["llama_cpp"](policy_from_mapping(SPARSE), Options(stand_in="eagle", stand_in_model="h"), "mine")
 
     def test_every_listed_option_exists(self):
         assert set(USES) <= set(Options.__slots__)

@@ -22,7 +22,7 @@ RECORD = [(3, 3), (3, 0), (3, 1), (2, 2), (3, 3), (0, 0)]
 
 
 def profile(policy, trace=None):
-    lowered = EXPORTERS["profile"](policy, Options(trace=None if trace is None else str(trace)))
+    lowered = EXPORTERS["profile"](policy, Options(trace=None if trace is None else str(trace)), "mine")
     return json.loads(lowered.files[".json"]), lowered
 
 
@@ -70,11 +70,12 @@ def test_a_dense_arm_gives_every_positions_acceptance(tmp_path):
     policy = policy_from_mapping({**FIXED, "draft_kv": to_plain(draft_kv(budget))})
     content, _ = profile(policy, tmp_path / "t")
     drafts = read_trace(tmp_path / "t").drafts
-    arm, depth, match = (drafts[name].to_numpy() for name in ("arm", "depth", "match"))
-    first = match[(arm == 0) & (depth == 1)]
-    assert (content["basis"], content["rounds"]) == ("positions", len(first))
-    assert content["marginal"][0] == pytest.approx(first.mean())
-    assert np.all(np.diff(content["marginal"]) <= 0)
+    arm, depth, match, reached = (drafts[name].to_numpy() for name in ("arm", "depth", "match", "reached"))
+    for d in (1, 2, 3):
+        mine = (arm == 0) & (depth == d) & reached
+        assert content["conditional"][d - 1] == pytest.approx(match[mine].mean())
+    assert (content["basis"], content["rounds"]) == ("positions", int(((arm == 0) & (depth == 1)).sum()))
+    assert content["marginal"] == pytest.approx(np.cumprod(content["conditional"]))
     assert all(0 <= c <= 1 for c in content["conditional"])
 
 

@@ -21,7 +21,7 @@ CELLS = {
 
 
 def exported(mapping):
-    lowered = EXPORTERS["transformers"](policy_from_mapping(mapping), Options())
+    lowered = EXPORTERS["transformers"](policy_from_mapping(mapping), Options(), "mine")
     return json.loads(lowered.files[".json"]), lowered
 
 
@@ -103,4 +103,4 @@ def test_the_cell_of_batch_one_speaks():
 
 def test_an_eagle_head_cannot_stand_in():
     with pytest.raises(UserError, match="this target has no eagle3 drafter"):
-        EXPORTERS["transformers"](policy_from_mapping(MODEL), Options(stand_in="eagle3", stand_in_model="h"))
+        EXPORTERS["transformers"](policy_from_mapping(MODEL), Options(stand_in="eagle3", stand_in_model="h"), "mine")
