@@ -28,7 +28,7 @@ def lower(policy: Policy, options: Options, stem: str) -> Lowered:
     k = policy.k_max if confident and p.fixed_k else p.fixed_k
     content: dict[str, Any] = {}
     usage = "model.generate(**inputs) without assistance"
-    if k > 0 and (p.stand_in or p.drafter.kind) == "lookup":
+    if k > 0 and p.kind == "lookup":
         content["generation_config"] = {"prompt_lookup_num_tokens": k, "max_matching_ngram_size": p.drafter.ngram}
         usage = "model.generate(**inputs, **FILE['generation_config'])"
         rows.append(
@@ -54,6 +54,6 @@ def lower(policy: Policy, options: Options, stem: str) -> Lowered:
         }
         usage = "assistant.generation_config.update(**FILE['assistant_generation_config']); assistant_model=assistant"
         rows += model_row(p)
-    effective = None if confident or (k and p.drafter.kind == "lookup") else p.effective(k)
+    effective = None if confident or (k and p.kind == "lookup") else p.effective(k)
     notes = ("assisted generation runs at batch 1 only",) if k else ()
     return Lowered({".json": json.dumps(content, indent=1) + "\n"}, tuple(rows), usage, effective, notes)

@@ -15,6 +15,7 @@ from specdial.policies.exporters.options import Options
 from specdial.policies.exporters.rows import Lowered, Row
 from specdial.policies.schema import Policy
 
+TYPES = {"lookup": "ngram-simple", "model": "draft-simple", "eagle3": "draft-eagle3"}
 OLDER = {
     "--spec-draft-model": "-md",
     "--spec-draft-n-max": "--draft-max",
@@ -28,19 +29,19 @@ OLDER = {
 def lower(policy: Policy, options: Options, stem: str) -> Lowered:
     """Arguments for llama-server; --spec-type none for a policy that never drafts."""
     confident = isinstance(policy.controller, ConfidenceConfig) and not policy.cells
-    p = plan(policy, options, ("lookup", "model"), keeps=("confidence",) if confident else ())
+    p = plan(policy, options, TYPES, keeps=("confidence",) if confident else ())
     rows = [*p.rows, *length_rows(p, context=False, batch=False)]
     k = policy.k_max if confident and p.fixed_k else p.fixed_k
     arguments: list[str] = ["--spec-type", "none"]
     notes: list[str] = []
-    if k > 0 and (p.stand_in or p.drafter.kind) == "lookup":
-        arguments = ["--spec-type", "ngram-simple"]
+    if k > 0 and p.kind == "lookup":
+        arguments = ["--spec-type", TYPES[p.kind]]
         arguments += ["--spec-ngram-simple-size-n", str(p.drafter.ngram), "--spec-ngram-simple-size-m", str(k)]
         older = [*_older(arguments), "--draft-max", str(k)]
         note = f"looks up exactly {p.drafter.ngram} tokens, never fewer"
         rows.append(Row("all", "drafter", "approximated", note))
     elif k > 0:
-        arguments = ["--spec-type", "draft-simple", "--spec-draft-model", p.drafter.model]
+        arguments = ["--spec-type", TYPES[p.kind], "--spec-draft-model", p.drafter.model]
         arguments += ["--spec-draft-n-max", str(k), "--spec-draft-n-min", "0"]
         if isinstance(policy.controller, ConfidenceConfig) and confident:
             arguments += ["--spec-draft-p-min", f"{policy.controller.threshold:g}"]
@@ -52,7 +53,7 @@ def lower(policy: Policy, options: Options, stem: str) -> Lowered:
         rows += _model_row(p.drafter.model, p.stand_in)
     if k > 0:
         notes.append(f"builds before the renaming: {shlex.join(older)}")
-    effective = None if confident or (k and p.drafter.kind == "lookup") else p.effective(k)
+    effective = None if confident or (k and p.kind == "lookup") else p.effective(k)
     text = shlex.join(arguments) + "\n"
     usage = "xargs llama-server -m MODEL.gguf < FILE"
     return Lowered({".args": text}, tuple(rows), usage, effective, tuple(notes))
@@ -67,4 +68,4 @@ def _model_row(model: str, stand_in: str | None) -> list[Row]:
         return []
     if not model.endswith(".gguf"):
         return [Row("all", "drafter", "approximated", f"{model} must be a GGUF file here: convert it")]
-    return [Row("all", "drafter", "kept", f"drafting model {model}")]
+    return [Row("all", "drafter", "kept", model)]

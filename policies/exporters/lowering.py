@@ -36,6 +36,11 @@ class Plan:
     rows: tuple[Row, ...]
 
     @property
+    def kind(self) -> str:
+        """What drafts, in the words of exporters.options.STAND_INS; none where nothing does."""
+        return self.stand_in or engine_kind(self.drafter)
+
+    @property
     def at_context(self) -> int:
         """Index of the context range that speaks where the engine has no context axis."""
         given = self.options.context_tokens
@@ -83,7 +88,7 @@ class Plan:
 def plan(policy: Policy, options: Options, drafters: Iterable[str], *, keeps: Iterable[str] = ()) -> Plan:
     """Choose the one drafter and the draft lengths an engine can express.
 
-    drafters: kinds of Drafter, and stand-ins, that it has. keeps: adaptive controllers it has the like of, whose rows
+    drafters: what it has, of exporters.options.STAND_INS. keeps: adaptive controllers it has the like of, whose rows
     the exporter writes itself. Raises UserError where nothing of the policy's speculation would remain.
     """
     able = tuple(drafters)
@@ -112,6 +117,11 @@ def plan(policy: Policy, options: Options, drafters: Iterable[str], *, keeps: It
     return Plan(policy, options, drafter, options.stand_in, contexts, batches, grid, cell, said, tuple(rows))
 
 
+def engine_kind(drafter: Drafter) -> str:
+    """A drafter's kind in the words of exporters.options.STAND_INS: our EAGLE heads are EAGLE-3's."""
+    return "eagle3" if drafter.kind == "eagle" else drafter.kind
+
+
 def _drafter(policy: Policy, options: Options, able: tuple[str, ...], drafting: list[Policy]) -> Drafter:
     """The drafter that the engine will use in every cell."""
     if options.stand_in is not None:
@@ -120,7 +130,7 @@ def _drafter(policy: Policy, options: Options, able: tuple[str, ...], drafting: 
         return Drafter(kind="lookup") if options.stand_in == "lookup" else Drafter(kind="model", model=model)
     if not drafting:
         return Drafter(kind="none")
-    fitting = [v.drafter for v in drafting if v.drafter.kind in able]
+    fitting = [v.drafter for v in drafting if engine_kind(v.drafter) in able]
     if not fitting:
         kinds = ", ".join(sorted({v.drafter.kind for v in drafting}))
         raise UserError(

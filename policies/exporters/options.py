@@ -6,7 +6,7 @@ from typing import Literal
 from specdial.policies.errors import UserError
 from specdial.policies.fields import setting
 
-# What a stand-in is in the words of Drafter.kind; EAGLE heads are the other engine's own.
+# What may draft in another engine; eagle is the first and second EAGLE, which no policy of ours drafts by.
 STAND_INS = ("lookup", "model", "eagle", "eagle3")
 ENGINES = ("vllm", "sglang", "tensorrt_llm", "transformers", "llama_cpp")
 

@@ -15,7 +15,7 @@ import yaml
 
 from specdial.policies.controllers import RateConfig
 from specdial.policies.exporters.lengths import length_rows
-from specdial.policies.exporters.lowering import Plan, plan
+from specdial.policies.exporters.lowering import Plan, engine_kind, plan
 from specdial.policies.exporters.options import Options
 from specdial.policies.exporters.rows import Lowered, Row
 from specdial.policies.exporters.vllm import model_row
@@ -28,9 +28,9 @@ ADAPTIVE_FILE = ".adaptive.json"
 
 def lower(policy: Policy, options: Options, stem: str) -> Lowered:
     """Server arguments, none for a policy that never drafts; with EAGLE heads a second file where k varies by batch."""
-    lengths = _lengths(policy) if options.stand_in in ADAPTIVE else ()
+    lengths = _lengths(policy) if (options.stand_in or engine_kind(policy.drafter)) in ADAPTIVE else ()
     p = plan(policy, options, ALGORITHMS, keeps=("rate",) if lengths else ())
-    kind = p.stand_in or p.drafter.kind
+    kind = p.kind
     by_batch = p.by_batch(p.at_context)
     adaptive = kind in ADAPTIVE and (len(by_batch) > 1 or bool(lengths))
     rows = [*p.rows, *length_rows(p, context=False, batch=adaptive)]
@@ -61,7 +61,7 @@ def lower(policy: Policy, options: Options, stem: str) -> Lowered:
         arguments |= {"speculative-adaptive": True, "speculative-adaptive-config": stem + ADAPTIVE_FILE}
         files[ADAPTIVE_FILE] = json.dumps(_candidates(p, lengths), indent=1) + "\n"
     files[".yaml"] = yaml.safe_dump(arguments, sort_keys=False)
-    effective = p.effective(k) if kind == "model" else None
+    effective = p.effective(k) if kind != "lookup" and not adaptive else None
     return Lowered(files, tuple(rows), usage, effective)
 
 

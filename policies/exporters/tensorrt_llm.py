@@ -24,7 +24,7 @@ TYPES = {"lookup": "NGram", "model": "Draft_Target", "eagle3": "Eagle3"}
 def lower(policy: Policy, options: Options, stem: str) -> Lowered:
     """`speculative_config` as YAML; null for a policy that never drafts."""
     p = plan(policy, options, TYPES)
-    kind = p.stand_in or p.drafter.kind
+    kind = p.kind
     entries, cut = _cut(p.by_batch(p.at_context))
     k = entries[0][2]
     rows = [*p.rows, *length_rows(p, context=False, batch=True, most=k)]
@@ -50,7 +50,7 @@ def lower(policy: Policy, options: Options, stem: str) -> Lowered:
         if options.trtllm_schedule == "upto" and entries[-1][1] is None and entries[-1][2] > 0:
             notes.append(f"batches above max_batch {max(options.max_batch, entries[-1][0])} draft nothing")
         notes.append("draft_len_schedule is a developer interface: not every decoding type and release follows it")
-    effective = p.effective(k) if len(entries) == 1 and kind == "model" else None
+    effective = p.effective(k) if len(entries) == 1 and kind != "lookup" else None
     text = yaml.safe_dump({"speculative_config": config}, sort_keys=False)
     return Lowered({".yaml": text}, tuple(rows), usage, effective, tuple(notes))
 

@@ -30,7 +30,7 @@ def lower(policy: Policy, options: Options, stem: str) -> Lowered:
     usage = 'vllm serve MODEL --speculative-config "$(cat FILE)"'
     if max(scheduled) == 0:
         return Lowered({".json": "null\n"}, tuple(rows), "leave --speculative-config out", p.effective(0))
-    kind = p.stand_in or p.drafter.kind
+    kind = p.kind
     config: dict[str, Any] = {"method": METHODS[kind], "num_speculative_tokens": max(scheduled)}
     if kind == "lookup":
         config |= {"prompt_lookup_max": p.drafter.ngram, "prompt_lookup_min": 1}
@@ -62,7 +62,7 @@ def model_row(p: Plan) -> list[Row]:
     if p.drafter.model.endswith(".gguf"):
         note = f"{p.drafter.model} is GGUF: this engine wants a Hugging Face folder or id, give stand_in=model"
         return [Row("all", "drafter", "approximated", note)]
-    return [Row("all", "drafter", "kept", f"drafting model {p.drafter.model}")]
+    return [Row("all", "drafter", "kept", f"{p.drafter.label}")]
 
 
 def _schedule(p: Plan, ranges: bool) -> list[list[int]]:

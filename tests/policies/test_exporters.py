@@ -117,7 +117,7 @@ def check_transformers(content):
 
 def check_llama_cpp(arguments):
     assert arguments[0] == "--spec-type"
-    assert arguments[1] in ("none", "draft-simple", "ngram-simple")
+    assert arguments[1] in ("none", "draft-simple", "draft-eagle3", "ngram-simple")
     assert all(flag.startswith("--spec-") for flag in arguments[::2])
     assert len(arguments) % 2 == 0
 
@@ -130,6 +130,7 @@ CHECKS = {
     "llama_cpp": check_llama_cpp,
 }
 BASES = {"lookup": LOOKUP, "model": MODEL, "rate": RATE, "sure": SURE, "batched": BATCHED, "grid": GRID}
+HEAD = {"name": "h", "drafter": {"kind": "eagle", "model": "owner/head"}, "controller": {"kind": "fixed", "k": 4}}
 
 
 @pytest.mark.parametrize("target", ENGINES)
@@ -140,6 +141,20 @@ def test_every_engine_takes_what_is_written(target, base):
     assert {row.axis for row in lowered.rows} >= {"drafter", "k"}
     assert {row.fate for row in lowered.rows} <= {"kept", "approximated", "dropped"}
     assert all(row.note and row.cell for row in lowered.rows)
+
+
+def test_our_eagle_heads_are_eagle_3s():
+    assert parsed("vllm", lower("vllm", HEAD))["method"] == "eagle3"
+    assert parsed("sglang", lower("sglang", HEAD))["speculative-algorithm"] == "EAGLE3"
+    assert parsed("tensorrt_llm", lower("tensorrt_llm", HEAD))["speculative_config"]["decoding_type"] == "Eagle3"
+    assert parsed("llama_cpp", lower("llama_cpp", HEAD))[1] == "draft-eagle3"
+    assert {row.fate for row in lower("vllm", HEAD).rows} == {"kept"}
+    with pytest.raises(UserError, match="drafts by eagle, which this target has not"):
+        lower("transformers", HEAD)
+    rate = {**HEAD, "controller": {"kind": "rate", "k_max": 8, "k_set": [2, 5]}}
+    lowered = lower("sglang", rate)
+    check_sglang(parsed("sglang", lowered), json.loads(lowered.files[".adaptive.json"]))
+    assert fates(lowered, "k") == ["approximated"]
 
 
 @pytest.mark.parametrize("target", ENGINES)
@@ -159,7 +174,7 @@ def test_a_drafter_no_engine_has_is_refused_until_another_stands_in(target):
     assert fates(lowered, "drafter")[0] == "approximated"
     assert fates(lowered, "draft_kv") == ["dropped"]
     assert lowered.effective is None
-    assert "8" in next(iter(lowered.files.values())) or target == "sglang"
+    assert ("9" if target == "sglang" else "8") in next(iter(lowered.files.values()))
 
 
 def test_where_some_cells_can_be_said_the_others_are_plain_and_reported():

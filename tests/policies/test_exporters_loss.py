@@ -96,7 +96,7 @@ class TestOptions:
         assert says in str(caught.value)
 
     def test_a_stand_in_that_the_target_lacks(self):
-        with pytest.raises(UserError, match="this target has no eagle drafter; use stand_in=lookup or model"):
+        with pytest.raises(UserError, match="this target has no eagle drafter; use stand_in=lookup or model or eagle3"):
             EXPORTERS["llama_cpp"](policy_from_mapping(SPARSE), Options(stand_in="eagle", stand_in_model="h"), "mine")
 
     def test_every_listed_option_exists(self):
