@@ -175,4 +175,4 @@ def forward_tapped(
     """
     layers = tuple(sorted({layer for reader in readers for layer in reader.head.config.taps}))
     hidden, taps = decoder.forward_with_taps(tokens, positions, attend, layers)
-    return hidden, [taps[[layers.index(layer) for layer in reader.head.config.taps]] for reader in readers]
+    return hidden, [torch.stack([taps[layers.index(layer)] for layer in reader.head.config.taps]) for reader in readers]

@@ -14,9 +14,11 @@ import torch
 from specdial.engine.free_memory import free_bytes
 from specdial.engine.history import HistorySpec
 from specdial.engine.memory import Demand, predict, require
+from specdial.engine.models.eagle import EagleHead
 from specdial.engine.sampling import Sampling
 from specdial.engine.sequences import Sequences
 from specdial.engine.weights import LoadedModel, load_model
+from specdial.engine.weights.eagle import load_head
 from specdial.engine.workloads import Document, WorkloadSpec, build, of_split
 from specdial.kernels import Backend
 from specdial.policies.errors import UserError
@@ -38,13 +40,14 @@ class ModelSettings:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A model and the documents it will decode. draft_models: those that policies named so far, loaded once."""
+    """A model and the documents it will decode. draft_models, heads: those that policies named so far, loaded once."""
 
     model: LoadedModel
     name: str
     spec: WorkloadSpec
     documents: list[Document]
     draft_models: dict[str, LoadedModel] = field(default_factory=dict)
+    heads: dict[str, EagleHead] = field(default_factory=dict)
 
     @property
     def stop_ids(self) -> frozenset[int]:
@@ -68,8 +71,9 @@ class Job:
         """
         longest = max(room_tokens, *(len(d.prompt_ids) + d.new_tokens for d in documents))
         s = empty_sequences(
-            self.model, longest, len(documents), policies, copies=copies, draft_models=self.draft_models
-        )
+            self.model, longest, len(documents), policies, copies=copies, draft_models=self.draft_models,
+            heads=self.heads,
+        )  # fmt: skip
         s.prefill([d.prompt_ids for d in documents], [d.new_tokens for d in documents], self.stop_ids)
         return s
 
@@ -104,9 +108,15 @@ def load_draft_models(target: LoadedModel, policies: list[Policy], loaded: dict[
         loaded[name] = draft
 
 
-def draft_model_names(policies: list[Policy]) -> set[str]:
-    """The draft models these policies name."""
-    return {v.drafter.model for p in policies if p.k_max > 0 for v in p.variants() if v.drafter.kind == "model"}
+def load_heads(target: LoadedModel, policies: list[Policy], loaded: dict[str, EagleHead]) -> None:
+    """Add to `loaded` the EAGLE heads that policies name and it lacks. Errors: see `load_head`."""
+    for name in sorted(draft_model_names(policies, "eagle") - loaded.keys()):
+        loaded[name] = load_head(name, target.decoder)
+
+
+def draft_model_names(policies: list[Policy], kind: Literal["model", "eagle"] = "model") -> set[str]:
+    """The draft models, or EAGLE heads, that these policies name."""
+    return {v.drafter.model for p in policies if p.k_max > 0 for v in p.variants() if v.drafter.kind == kind}
 
 
 def empty_sequences(
@@ -117,21 +127,23 @@ def empty_sequences(
     *,
     copies: int = 0,
     draft_models: dict[str, LoadedModel] | None = None,
+    heads: dict[str, EagleHead] | None = None,
 ) -> Sequences:
     """Sequences with room for `longest_tokens` and every policy's drafts. copies, errors: see `Job.sequences`.
 
-    draft_models: those loaded already; the policies' other ones are added.
+    draft_models, heads: those loaded already; the policies' other ones are added.
     """
     loaded = {} if draft_models is None else draft_models
     load_draft_models(model, policies, loaded)
+    loaded_heads = {} if heads is None else heads
+    load_heads(model, policies, loaded_heads)
+    named_heads = {name: loaded_heads[name] for name in sorted(draft_model_names(policies, "eagle"))}
     companions = {name: loaded[name].decoder for name in sorted(draft_model_names(policies))}
     for config in (model.config, *(decoder.config for decoder in companions.values())):
         config.check_context(longest_tokens)
     demand = memory_demand(model, longest_tokens, batch, policies)
-    demands = [
-        demand,
-        *(replace(demand, config=d.config, history=None, selected=0, float8=False) for d in companions.values()),
-    ]
+    others = [*(d.config for d in companions.values()), *(head.config.layer for head in named_heads.values())]
+    demands = [demand, *(replace(demand, config=c, history=None, selected=0, float8=False) for c in others)]
     free = free_bytes(model.decoder.device) - summary_bytes(demand, max(batch, copies), policies)
     for wanted in (batch, copies) if copies else (batch,):
         for one in demands:
@@ -143,6 +155,7 @@ def empty_sequences(
         history=demand.history,
         backend=demand.backend,
         companions=companions,
+        heads=named_heads,
     )
 
 
@@ -197,7 +210,10 @@ def verifies_by_window(variant: Policy) -> bool:
 
 def describe(job: Job, sampling: Sampling, policies: Iterable[Policy] = ()) -> dict[str, Any]:
     """The model, workload, documents and sampling of a job, as meta.json carries them, and policies' draft models."""
+    policies = list(policies)
     draft_models = {name: model.digest for name, model in job.drafting(policies).items()}
+    load_heads(job.model, policies, job.heads)
+    draft_models |= {name: job.heads[name].digest for name in sorted(draft_model_names(policies, "eagle"))}
     c, decoder = job.model.config, job.model.decoder
     return {
         "model": {

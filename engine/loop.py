@@ -20,7 +20,9 @@ from torch import Tensor
 from specdial.engine.acceptance import Judge
 from specdial.engine.drafters import make_drafter
 from specdial.engine.drafters.base import Draft, Drafter, HostDrafter
+from specdial.engine.drafters.eagle import Eagle
 from specdial.engine.drafters.sparse_self import SparseSelf
+from specdial.engine.head_reader import HeadReader
 from specdial.engine.round_state import (
     DRAFTED,
     SELECTED,
@@ -103,6 +105,9 @@ class Decoding:
         self.drafters: list[Drafter | HostDrafter | None] = [
             make_drafter(sequences, v) if longest_draft(v.controller) > 0 else None for v in self.variants
         ]
+        self.readers = tuple(dict.fromkeys(d.reader for d in self.drafters if isinstance(d, Eagle)))
+        for reader in self.readers:
+            reader.start(policy.k_max)
         self.drafts_at_all = policy.k_max > 0
         self.schedule = Schedule(sequences, policy)
         self.queries, self.verifications = verifications(sequences, policy, self.drafters)
@@ -112,6 +117,7 @@ class Decoding:
         self.logits: Tensor | None = self.state.kept_logits(vocab) if keep_logits else None  # [B, K+1, V]
         self._settled_ns: int | None = None  # when the last round ended
         self._plan, self._verification = Plan(), self.verifications[0]  # of the round being launched
+        self._drafting: HeadReader | None = None  # the head that drafts in the round being launched
         self._started = False
         self._opened: Draft | None = None  # of the next round, its first token drafted
         furthest = int((sequences.prompt_tokens + np.maximum(sequences.limits, 0)).max()) + policy.k_max
@@ -181,13 +187,18 @@ class Decoding:
             self.s.graphs.run(("last queries", self.queries.key), self.queries.start)
         self._started = True
         self._verification = self.verifications[variant]
+        drafter = self.drafters[variant]
+        self._drafting = drafter.reader if isinstance(drafter, Eagle) else None
         self._plan = self.schedule.next(self.variants[variant].verify_kv)
 
     @property
     def _verify_key(self) -> tuple[Hashable, ...]:
         """What tells this round's verification from others as a pass."""
         plan = self._plan
-        return (self.judge.key, self._verification.key, plan.partial, plan.recomputed, self.logits is not None)
+        return (
+            self.judge.key, self._verification.key, plan.partial, plan.recomputed, self.logits is not None,
+            self.readers, self._drafting,
+        )  # fmt: skip
 
     def _whole(self, drafter: Drafter | None, k: int) -> None:
         """A round of k drafts for every sequence: a pass."""
@@ -266,7 +277,11 @@ class Decoding:
             state.block[:, 0] = s.pending
         state.mark(DRAFTED if begun else START, DRAFTED)
         rows, plan = self.drafts_at_all, self._plan
-        block = self._verification.block(state.block[:, : k + 1], plan, k=state.k, padded=rows, rows=rows)
+        for reader in self.readers:
+            if not (begun and reader is self._drafting):
+                reader.read()
+        with s.tapping(self.readers):
+            block = self._verification.block(state.block[:, : k + 1], plan, k=state.k, padded=rows, rows=rows)
         if self.logits is not None:
             self.logits[:, : k + 1] = block.logits
         state.mark(VERIFIED)
@@ -277,6 +292,8 @@ class Decoding:
             backend=s.backend,
         )  # fmt: skip
         self._verification.settled(block, state.counts)
+        for reader in self.readers:
+            reader.take(block, state.emitted[:, : k + 1], state.counts)
         s.advance(block, state.counts)
         state.mark(SETTLED)
 

@@ -24,6 +24,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from specdial.engine.cache import round_up
+from specdial.engine.head_reader import forward_tapped
 from specdial.engine.history import History
 from specdial.engine.models.decoder import AttendCached
 
@@ -87,8 +88,11 @@ def _tail(s: Sequences, history: History, b: int, tokens: Tensor, *, start: int)
 
 
 def _forward(s: Sequences, b: int, tokens: Tensor, start: int, attend: AttendCached) -> None:
-    """Run the decoder over tokens [1, T] of sequence b, their keys written before `attend` reads them."""
-    if s.cache.on_gpu:
+    """Run the decoder over tokens [1, T] of sequence b, their keys written before `attend` reads them.
+
+    Heads that read along get the hidden states of their layers, which only the plain operations keep.
+    """
+    if s.cache.on_gpu and not s.heads:
         lengths = torch.full((1,), start, device=tokens.device)
         whole = s.cache.capacity_tokens
         s.decoder.forward_cached(
@@ -100,8 +104,13 @@ def _forward(s: Sequences, b: int, tokens: Tensor, start: int, attend: AttendCac
         s.cache.write_one(layer, b, start, k, v)
         return attend(layer, q)
 
-    positions = torch.arange(start, start + tokens.shape[1])[None]  # [1, T]
-    s.decoder.forward(tokens, positions, keep)
+    positions = torch.arange(start, start + tokens.shape[1], device=tokens.device)[None]  # [1, T]
+    if not s.heads:
+        s.decoder.forward(tokens, positions, keep)
+        return
+    readers = list(s.heads.values())
+    for reader, taps in zip(readers, forward_tapped(s.decoder, tokens, positions, keep, readers)[1]):
+        reader.prefill(b, start, taps)
 
 
 def causal_attention(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:

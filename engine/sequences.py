@@ -7,7 +7,7 @@ at positions n-1-W .. n-2.
 Draft models read along: each is a companion, sequences of its own with the same prompts, which its drafter moves on.
 """
 
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -20,8 +20,10 @@ from torch import Tensor
 
 from specdial.engine.cache import KVCache, round_up
 from specdial.engine.graphs import Graphs
+from specdial.engine.head_reader import HeadReader, forward_tapped
 from specdial.engine.history import History, HistorySpec, Rows
 from specdial.engine.models.decoder import AttendCached, Decoder
+from specdial.engine.models.eagle import EagleHead
 from specdial.engine.prefill import ROW_MULTIPLE, prefill_one
 from specdial.engine.round_state import RoundState, to_device
 from specdial.kernels import Backend
@@ -58,10 +60,11 @@ class Sequences:
         history: HistorySpec | None,
         backend: Backend,
         companions: Mapping[str, Decoder] | None = None,
+        heads: Mapping[str, EagleHead] | None = None,
     ) -> None:
         """capacity_tokens: the longest sequence, drafts included. history: what to keep of attention rows.
 
-        companions: the draft models that read along, by the name that policies give them.
+        companions, heads: the draft models and EAGLE heads that read along, by the name that policies give them.
         """
         self.decoder = decoder
         self.backend: Backend = backend
@@ -87,6 +90,8 @@ class Sequences:
             name: Sequences(model, capacity_tokens, batch, history=None, backend=backend)
             for name, model in (companions or {}).items()
         }
+        self.heads = {name: HeadReader(self, head) for name, head in (heads or {}).items()}
+        self._tapping: Collection[HeadReader] = ()  # the heads that see what passes leave, see `tapping`
         # Counts the rounds launched and the starts of decoding. Who took part in the turn before has missed nothing.
         self.turn = 0
         self.started = 0  # the turn at which decoding last started
@@ -158,12 +163,15 @@ class Sequences:
             batch,
             history=None if self.history is None else self.history.spec,
             backend=self.backend,
+            heads={name: reader.head for name, reader in self.heads.items()},
         )
         copy.tokens = [list(self.tokens[0]) for _ in range(batch)]
         copy.prompt_tokens = np.repeat(self.prompt_tokens, batch)
         copy.cache.copy_from(self.cache)
         if self.history is not None and copy.history is not None:
             copy.history.copy_from(self.history)
+        for name, reader in copy.heads.items():
+            reader.copy_from(self.heads[name])
         copy.companions = {name: companion.repeated(batch) for name, companion in self.companions.items()}
         return copy
 
@@ -175,6 +183,15 @@ class Sequences:
         self._start()
         for companion in self.companions.values():
             companion.hold(tokens, limit=limit)
+
+    @contextmanager
+    def tapping(self, readers: Collection[HeadReader]) -> Iterator[None]:
+        """Meanwhile every pass over rows leaves its hidden states with these of our heads."""
+        self._tapping = readers
+        try:
+            yield
+        finally:
+            self._tapping = ()
 
     @contextmanager
     def _at_rest(self) -> Iterator[None]:
@@ -232,15 +249,17 @@ class Sequences:
     def forward_rows(self, tokens: Tensor, lengths: Tensor, attend: AttendCached, *, float8: bool = False) -> Tensor:
         """Logits [B, T, V] of tokens [B, T] at positions lengths[b] + t, their keys written to the cache.
 
-        On a GPU through the fused kernels, few rows through the most fused ones; on a CPU through the plain ones.
+        On a GPU through the fused kernels, few rows through the most fused ones; on a CPU, and while heads are shown
+        the hidden states, through the plain ones.
         float8: by float8 copies of the weights, on a GPU and for few rows only.
         """
-        if self.cache.on_gpu and tokens.numel() <= MAX_ROWS:
+        fused = self.cache.on_gpu and not self._tapping
+        if fused and tokens.numel() <= MAX_ROWS:
             step = self.decoder.fused_step(float8=float8)
             return step.logits(tokens, lengths, self.cache.layer, attend, backend=self.backend)
         if float8:
             raise ValueError(f"float8 weights serve up to {MAX_ROWS} rows on a GPU")
-        if self.cache.on_gpu:
+        if fused:
             hidden = self.decoder.forward_cached(tokens, lengths, self.cache.layer, attend, backend=self.backend)
             return self.decoder.logits(hidden)
         positions = lengths[:, None] + torch.arange(tokens.shape[1], device=tokens.device)  # [B, T]
@@ -252,7 +271,12 @@ class Sequences:
                 self.cache.write_at(layer, k, v, positions)
             return attend(layer, q)
 
-        return self.decoder.logits(self.decoder.forward(tokens, positions, keep))
+        if not self._tapping:
+            return self.decoder.logits(self.decoder.forward(tokens, positions, keep))
+        hidden, taps = forward_tapped(self.decoder, tokens, positions, keep, self._tapping)
+        for reader, seen in zip(self._tapping, taps):
+            reader.see(seen)
+        return self.decoder.logits(hidden)
 
     def advance(self, block: Block, counts: Tensor) -> None:
         """Take the first counts[b] rows of a block as committed, on the device: into history, then the lengths. [B]"""

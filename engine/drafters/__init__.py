@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 from specdial.engine.drafters.base import Drafter, HostDrafter
+from specdial.engine.drafters.eagle import Eagle
 from specdial.engine.drafters.lookup import Lookup
 from specdial.engine.drafters.model import ModelDrafter
 from specdial.engine.drafters.quest import Quest
@@ -32,6 +33,7 @@ DRAFTERS: dict[str, Callable[[Sequences, Policy], Drafter | HostDrafter]] = {
     "model": model_drafter,
     "lookup": lambda s, p: Lookup(s, p.drafter.ngram),
     "quest": lambda s, p: Quest(s, draft_kv_of(s, p)),
+    "eagle": lambda s, p: Eagle(s, p.drafter.model),
 }
 
 

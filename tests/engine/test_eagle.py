@@ -1,0 +1,212 @@
+"""An EAGLE head computes what its papers' formulas say, restated plainly; as a drafter it changes no token."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from specdial.engine.loop import Decoding
+from specdial.engine.models.eagle import EagleHead, HeadConfig, HeadWeights, default_taps, head_shapes
+from specdial.engine.sampling import Sampling
+from specdial.engine.sequences import Sequences
+from specdial.policies.errors import UserError
+from specdial.policies.schema import plain_policy, policy_from_mapping
+
+LIMITS = [30, 40, 25]
+CONTROLLERS = {
+    "fixed": {"kind": "fixed", "k": 3},
+    "confidence": {"kind": "confidence", "threshold": 0.02, "k_max": 5},
+    "rate": {"kind": "rate", "gamma": 0.1},
+    "lag": {"kind": "entropy", "threshold": 0.1, "lag": 1},
+}
+
+
+def prompts(*lengths):
+    return [np.random.default_rng(seed).integers(0, 256, tokens).tolist() for seed, tokens in enumerate(lengths)]
+
+
+PROMPTS = prompts(60, 131, 17)
+
+
+def random_head(decoder, *, draft_vocab=200, seed=0, agreeing=False):
+    """agreeing: its attention and MLP add little to the last tap, which the target's own head then reads."""
+    c = decoder.config
+    layer = replace(c, layers=1, qkv_bias=False, qk_norm=False, tied_embeddings=False)
+    config = HeadConfig(layer, c.hidden, draft_vocab, default_taps(c.layers))
+    generator = torch.Generator().manual_seed(seed)
+    weights = {
+        name: 1 + 0.2 * torch.randn(shape, generator=generator)
+        if name.endswith("norm")
+        else torch.randn(shape, generator=generator) * shape[-1] ** -0.5
+        for name, shape in head_shapes(config).items()
+    }
+    ids = torch.randperm(c.vocab, generator=generator)[:draft_vocab].sort().values
+    if agreeing:
+        weights["lm_head"] = decoder.head[ids]
+        weights["norm"] = decoder.norm
+    return EagleHead(config, HeadWeights(**weights), ids, decoder.embedding)
+
+
+def rms(x, weight, eps):
+    return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight
+
+
+def turned(x, position, theta):
+    """RoPE of one row [heads, D] in complex numbers: dimension i with i + D/2."""
+    half = x.shape[-1] // 2
+    angle = position * theta ** (-torch.arange(half, dtype=torch.float64) / half)
+    z = torch.complex(x[:, :half].double(), x[:, half:].double()) * torch.polar(torch.ones(half).double(), angle)
+    return torch.cat([z.real, z.imag], -1)
+
+
+def restated(head, taps, tokens, drafts):
+    """Logits after rows of taps [n, R, H] with next tokens [R], then after each of `drafts`: row by row, in float64."""
+    c = head.config.layer
+    w = {name: getattr(head.weights, name).double() for name in HeadWeights.__slots__}
+    group, keys, values, logits = c.heads // c.kv_heads, [], [], []
+    hidden = None
+    for position, token in enumerate([*tokens, *drafts]):
+        if position < len(tokens):
+            hidden = w["fc"] @ torch.cat(list(taps[:, position].double()))
+        embedded = head.embedding[token].double()
+        x = torch.cat([rms(embedded, w["input_norm"], c.norm_eps), rms(hidden, w["hidden_norm"], c.norm_eps)])
+        q, k, v = (w["qkv"] @ x).split([c.heads * c.head_dim, c.kv_heads * c.head_dim, c.kv_heads * c.head_dim])
+        q = turned(q.view(c.heads, -1), position, c.rope.theta)
+        keys.append(turned(k.view(c.kv_heads, -1), position, c.rope.theta))
+        values.append(v.view(c.kv_heads, -1))
+        K, V = torch.stack(keys), torch.stack(values)  # [S, Hk, D]
+        mixed = []
+        for h in range(c.heads):
+            weights = torch.softmax(K[:, h // group] @ q[h] / c.head_dim**0.5, 0)
+            mixed.append(weights @ V[:, h // group])
+        hidden = hidden + w["out"] @ torch.cat(mixed)
+        gate, up = (w["gate_up"] @ rms(hidden, w["mlp_norm"], c.norm_eps)).chunk(2)
+        hidden = hidden + w["down"] @ (F.silu(gate) * up)
+        logits.append(w["lm_head"] @ rms(hidden, w["norm"], c.norm_eps))
+    return torch.stack(logits[len(tokens) - 1 :])
+
+
+def target_taps(decoder, tokens, layers, attend):
+    at = torch.arange(len(tokens))[None]
+    return decoder.forward_with_taps(torch.tensor([tokens]), at, attend, layers)[1][:, 0]
+
+
+def sequences(decoder, head, *, prompts=PROMPTS, limits=LIMITS, stop=frozenset()):
+    capacity = max(len(p) for p in prompts) + max(limits) + 20
+    heads = {} if head is None else {"head": head}
+    s = Sequences(decoder, capacity, len(prompts), history=None, backend="reference", heads=heads)
+    s.prefill(prompts, limits, stop)
+    return s
+
+
+def policy(controller="fixed", **more):
+    drafter = {"kind": "eagle", "model": "head"}
+    return policy_from_mapping({"drafter": drafter, "controller": CONTROLLERS[controller], **more})
+
+
+def decode(s, policy, **sampling):
+    s.rewind()
+    rounds = list(Decoding(s, policy, Sampling(**sampling), list(range(s.batch))).rounds())
+    return [t[p:] for t, p in zip(s.tokens, s.prompt_tokens)], rounds
+
+
+@pytest.fixture(scope="module")
+def decoder(tiny_model):
+    return tiny_model("llama", head_dim=64).decoder
+
+
+@pytest.fixture(scope="module")
+def head(decoder):
+    return random_head(decoder, agreeing=True, draft_vocab=260)
+
+
+@pytest.fixture(scope="module")
+def plain(decoder):
+    return decode(sequences(decoder, None), plain_policy())[0]
+
+
+def test_default_taps_lie_within_the_model():
+    assert default_taps(32) == (2, 16, 29)
+    assert default_taps(3) == (2, 1, 0)
+    assert default_taps(1) == (0, 0, 0)
+
+
+SILENT = {"from_context_tokens": 136, "to_context_tokens": 150, "overrides": {"controller": {"kind": "none"}}}
+ALL_KEYS = {"mode": "partial", "source": "recent", "sink": 1, "recent": 400, "full_period": 3}
+
+
+@pytest.mark.parametrize("more", [{"cells": [SILENT]}, {"verify_kv": ALL_KEYS}], ids=["gaps", "partial"])
+def test_drafts_are_those_of_the_plain_restatement_however_rounds_fell(decoder, head, make_attend, more):
+    """Every draft of every round, from the committed tokens alone: between rounds without drafts, and where partial
+    verification, here over every key, has full rounds that begin with rows committed before."""
+    s = sequences(decoder, head)
+    decoding = Decoding(s, policy(**more), Sampling(), [0, 1, 2])
+    compared = 0
+    while not s.done.all():
+        before = [list(t) for t in s.tokens]
+        round_ = decoding.decode_round()
+        for b in np.flatnonzero(round_.active & (round_.k > 0)):
+            drafts = round_.drafts[b, : round_.k[b]].tolist()
+            taps = target_taps(decoder, before[b][:-1], head.config.taps, make_attend())
+            expected = restated(head, taps, before[b][1:], drafts[:-1])
+            assert head.token_ids[expected.argmax(-1)].tolist() == drafts
+            compared += len(drafts)
+    assert compared > 30
+
+
+@pytest.mark.parametrize("controller", CONTROLLERS)
+def test_greedy_tokens_equal_plain_ones(decoder, head, plain, controller):
+    tokens, rounds = decode(sequences(decoder, head), policy(controller))
+    assert tokens == plain
+    drafted, accepted = (sum(int(getattr(r, name).sum()) for r in rounds) for name in ("k", "accepted"))
+    assert 0 < accepted < drafted
+    assert not rounds[-1].active.all()
+
+
+def test_a_stop_token_ends_a_sequence_inside_accepted_drafts(decoder, head, plain):
+    for at in (0, 5, 21):
+        stop = plain[1][at]
+        expected = [t[: t.index(stop) + 1] if stop in t else t for t in plain]
+        assert decode(sequences(decoder, head, stop=frozenset({stop})), policy())[0] == expected
+
+
+def test_a_second_run_and_copies_draft_the_same(decoder, head):
+    s = sequences(decoder, head)
+    first, again = decode(s, policy())[1], decode(s, policy())[1]
+    assert [r.accepted.tolist() for r in first] == [r.accepted.tolist() for r in again]
+    one = sequences(decoder, head, prompts=PROMPTS[1:2], limits=LIMITS[1:2])
+    copies = one.repeated(2)
+    for length in (131, 100):
+        copies.hold(PROMPTS[1][:length], limit=12)
+        alone = sequences(decoder, head, prompts=[PROMPTS[1][:length]], limits=[12])
+        drafts = [
+            [r.drafts[0, : r.k[0]].tolist() for r in Decoding(x, policy(), Sampling(), [0, 1][: x.batch]).rounds()]
+            for x in (copies, alone)
+        ]
+        assert drafts[0] == drafts[1]
+
+
+def test_sampled_drafts_lie_in_the_reduced_vocabulary(decoder, head):
+    s = sequences(decoder, head)
+    _, rounds = decode(s, policy(), temperature=1.2, seed=3)
+    drafts = np.concatenate([r.drafts[b, : r.k[b]] for r in rounds for b in np.flatnonzero(r.active)])
+    known = set(head.token_ids.tolist())
+    assert set(drafts.tolist()) <= known
+    outside = [token for token in range(decoder.config.vocab) if token not in known]
+    probabilities = s.state(3).draft_probs
+    assert not probabilities[..., outside].any()
+    assert torch.allclose(probabilities.sum(-1), torch.ones(()))
+    assert any(t in outside for tokens in s.tokens for t in tokens), "the target itself may write what is never drafted"
+
+
+def test_a_prompt_of_one_token_is_refused(decoder, head):
+    s = sequences(decoder, head, prompts=[[1], [1, 2, 3]], limits=[4, 4])
+    with pytest.raises(UserError, match="starts from two tokens"):
+        Decoding(s, policy(), Sampling(), [0, 1])
+
+
+def test_the_folder_of_the_head_must_be_named():
+    with pytest.raises(UserError, match=r"drafter\.model is missing; name the folder"):
+        policy_from_mapping({"drafter": {"kind": "eagle"}, "controller": CONTROLLERS["fixed"]})
