@@ -59,6 +59,7 @@ VERBS: dict[str, tuple[str, Callable[[Settings], Settings], str]] = {
     "record": ("specdial.engine.verbs.record", _model_and_policy, "decode a workload, record its rounds"),
     "calibrate": ("specdial.engine.verbs.calibrate", _model, "measure what each operation costs"),
     "heads": ("specdial.engine.verbs.heads", _model, "rank heads, record the attention they are chosen by"),
+    "train_eagle": ("specdial.engine.verbs.train_eagle", _model, "train an EAGLE-3 head that drafts for a model"),
     "replay": ("specdial.simulator.verbs.replay", _trace_and_policies, "simulate policies on a trace"),
     "tune": ("specdial.simulator.verbs.tune", _as_is, "search policies on a trace"),
     "tune_heads": ("specdial.simulator.verbs.tune_heads", _as_is, "choose scoring heads on recorded attention"),

@@ -74,7 +74,7 @@ class Trainer:
                 group["lr"] = self.how.rate(self.updates)
             self._optimiser.zero_grad()
             loss = segment_loss(self.head(), self._target_rows, text, segment, self.unrolling)
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             torch.nn.utils.clip_grad_norm_(self._masters.values(), self.how.clip)
             self._optimiser.step()
             self.updates += 1

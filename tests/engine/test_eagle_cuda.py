@@ -1,0 +1,83 @@
+"""An EAGLE head on a CUDA device: no token changes in float32, rounds wait for nothing, and training learns."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from specdial.engine.eagle_trainer import Optimisation, Trainer
+from specdial.engine.eagle_training import Unrolling, new_head, read_text
+from specdial.engine.loop import Decoding
+from specdial.engine.sampling import Sampling
+from specdial.engine.sequences import Sequences
+from specdial.engine.weights import load_model
+from specdial.policies.schema import plain_policy, policy_from_mapping
+
+pytestmark = pytest.mark.gpu
+PROMPTS = [np.random.default_rng(seed).integers(0, 256, n).tolist() for seed, n in ((1, 60), (2, 131), (3, 17))]
+
+
+def target(tiny_checkpoint, dtype):
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    return load_model(str(tiny_checkpoint("llama", head_dim=64)), device="cuda", dtype=dtype).decoder
+
+
+def untrained(decoder):
+    head = new_head(decoder, torch.arange(0, 260), seed=0)
+    return head.with_weights(head.weights.to(decoder.device, decoder.dtype))
+
+
+def decode(s, policy):
+    s.rewind()
+    rounds = list(Decoding(s, policy, Sampling(), list(range(s.batch))).rounds())
+    return [list(t) for t in s.tokens], rounds
+
+
+def eagle(controller):
+    return policy_from_mapping({"drafter": {"kind": "eagle", "model": "head"}, "controller": controller})
+
+
+@pytest.mark.parametrize(
+    "controller", [{"kind": "fixed", "k": 4}, {"kind": "entropy"}, {"kind": "rate", "gamma": 0.1, "lag": 1}]
+)
+def test_lossless_on_cuda_and_the_same_drafts_again(tiny_checkpoint, controller):
+    decoder = target(tiny_checkpoint, "float32")
+    s = Sequences(decoder, 260, 3, history=None, backend="triton", heads={"head": untrained(decoder)})
+    s.prefill(PROMPTS, [40, 33, 48])
+    plain, _ = decode(s, plain_policy())
+    tokens, rounds = decode(s, eagle(controller))
+    assert tokens == plain
+    assert sum(int(r.k.sum()) for r in rounds) > 0
+    again = decode(s, eagle(controller))[1]
+    assert [r.drafts.tolist() for r in again] == [r.drafts.tolist() for r in rounds]
+
+
+def test_fifty_rounds_wait_for_nothing_but_the_read_back(tiny_checkpoint):
+    decoder = target(tiny_checkpoint, "bfloat16")
+    s = Sequences(decoder, 900, 2, history=None, backend="triton", heads={"head": untrained(decoder)})
+    s.prefill([[5] * 100, [7] * 60], [700, 700])
+    running = Decoding(s, eagle({"kind": "fixed", "k": 4}), Sampling(), [0, 1]).rounds()
+    for _ in range(3):
+        next(running)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(50):
+            next(running)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    running.close()
+    assert [len(t) for t in s.tokens] == (s.cache.lengths + 1).tolist()
+
+
+def test_training_in_bfloat16_lowers_the_loss(tiny_checkpoint):
+    decoder = target(tiny_checkpoint, "bfloat16")
+    decoder.head.mul_(6)
+    base = new_head(decoder, torch.arange(0, 288), seed=0)
+    assert base.weights.fc.dtype == torch.float32
+    trainer = Trainer(decoder, base, Optimisation(3e-3, 0.02, 0.5, 60), replace(Unrolling(), segment_tokens=50))
+    text = read_text(decoder, PROMPTS[1], base)
+    losses = [trainer.learn(text) for _ in range(20)]
+    assert losses[-1] < 0.9 * losses[0]
+    assert trainer.trained().weights.fc.dtype == torch.bfloat16
