@@ -8,7 +8,8 @@ SEARCH = ("search.budget=64", "search.stage_budgets=[40,48]", "search.trials=5",
 
 
 def test_heads_then_tune_heads(cli, tiny_checkpoint, tmp_path):
-    target, draft = tiny_checkpoint("llama"), tiny_checkpoint("llama", num_hidden_layers=2, seed=3)
+    target = tiny_checkpoint("llama", head_dim=64)
+    draft = tiny_checkpoint("llama", head_dim=64, num_hidden_layers=2, seed=3)
     workload = ("workload=needle", "context=220", "workload.documents=3", "workload.new_tokens=24", "rows=24")
     model = (f"model={target}", f"draft={draft}", "hardware=cpu")
     result = cli("heads", *model, *workload, "ranking.documents=1", "out=h")
@@ -22,6 +23,9 @@ def test_heads_then_tune_heads(cli, tiny_checkpoint, tmp_path):
     assert document["choice"]["m"] == policy.verify_kv.lookahead_tokens
     assert document["draft"]["name"] == str(draft)
     assert len(policy.scoring_heads.target) == 4
+    prompt = "prompt=" + "What was said in the beginning? " * 6
+    result = cli("run", f"model={target}", "hardware=cpu", "policy=t/policy.yaml", prompt, "new_tokens=12")
+    assert result.code == 0, result.err
 
 
 def test_mistakes_are_one_line(refused, tiny_checkpoint, replayed):
