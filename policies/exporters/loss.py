@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from specdial.policies.exporters.rows import Lowered
+from specdial.policies.exporters.rows import Lowered, told
 from specdial.policies.schema import Policy
 
 SAME = ("trace_digest", "hardware", "batch", "split", "costs")  # of `expected`, for two predictions to be comparable
@@ -26,7 +26,7 @@ class Loss:
 
 def predicted_loss(policy: Policy, lowered: Lowered, alternatives: Sequence[Policy]) -> Loss:
     """Compare the policy's prediction with that of an alternative that acts as the lowered settings do."""
-    speedup = _speedup(policy)
+    speedup = told(policy.expected, "speedup")
     if speedup is None:
         return Loss(reason="the policy has no predicted speedup")
     if all(row.fate == "kept" for row in lowered.rows):
@@ -36,7 +36,7 @@ def predicted_loss(policy: Policy, lowered: Lowered, alternatives: Sequence[Poli
     if lowered.effective.k_max == 0:
         return Loss(speedup, 1.0, speedup - 1.0)
     for other in (policy, *alternatives):
-        theirs = _speedup(other)
+        theirs = told(other.expected, "speedup")
         if theirs is not None and _acts(other) == _acts(lowered.effective) and _comparable(policy, other):
             return Loss(speedup, theirs, speedup - theirs)
     controller = lowered.effective.controller
@@ -45,12 +45,6 @@ def predicted_loss(policy: Policy, lowered: Lowered, alternatives: Sequence[Poli
         reason=f"no alternative with a prediction on the same trace drafts by {lowered.effective.drafter.label} with "
         f"{controller.kind} k {lowered.effective.k_max}",
     )
-
-
-def _speedup(policy: Policy) -> float | None:
-    value = (policy.expected or {}).get("speedup")
-    fits = isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0
-    return float(value) if fits and value is not None else None
 
 
 def _comparable(a: Policy, b: Policy) -> bool:

@@ -12,8 +12,10 @@ from specdial.policies.controllers import FixedConfig, NoneConfig, longest_draft
 from specdial.policies.drafting import Drafter
 from specdial.policies.errors import UserError
 from specdial.policies.exporters.options import STAND_INS, Options
-from specdial.policies.exporters.rows import Fate, Length, Range, Row, cell_name
+from specdial.policies.exporters.rows import Fate, Length, Range, Row, cell_name, told
 from specdial.policies.schema import Policy, plain_policy
+
+MOST_INT = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +51,7 @@ class Plan:
     @property
     def at_batch(self) -> int:
         """Index of the batch range that speaks where the engine has no batch axis."""
-        expected = (self.policy.expected or {}).get("batch")
-        usual = expected if isinstance(expected, int) and not isinstance(expected, bool) and expected >= 1 else 1
-        return _index(self.batches, self.options.batch or usual)
+        return _index(self.batches, self.options.batch or int(told(self.policy.expected, "batch") or 1))
 
     @property
     def varies_by_context(self) -> bool:
@@ -108,6 +108,7 @@ def plan(policy: Policy, options: Options, drafters: Iterable[str], *, keeps: It
         rows += [Row(cell_name(policy, i), *row) for row in found]
     if policy.scoring_heads:
         rows.append(Row("all", "scoring_heads", "dropped", "no selection is scored"))
+    _check_boundaries(policy)
     contexts = _ranges(0, [(c.from_context_tokens, c.to_context_tokens) for c in policy.cells])
     batches = _ranges(1, [(c.from_batch, c.to_batch) for c in policy.cells])
     cell = tuple(tuple(policy.variant_index(c, b) for b, _ in batches) for c, _ in contexts)
@@ -169,8 +170,8 @@ def draft_length(variant: Policy, policy: Policy) -> Length:
     if isinstance(controller, FixedConfig):
         return Length(controller.k, "kept", f"k {controller.k}")
     longest = longest_draft(controller)
-    mean = (policy.expected or {}).get("k") if not policy.cells else None
-    if isinstance(mean, (int, float)) and not isinstance(mean, bool) and mean > 0:
+    mean = told(policy.expected, "k") if not policy.cells else None
+    if mean is not None:
         k = min(max(round(mean), 1), longest)
         note = f"{controller.kind} replaced by fixed k {k}, near its predicted mean {mean:.2f}"
         return Length(k, "approximated", note)
@@ -181,6 +182,15 @@ def _check_model(name: str, where: str) -> None:
     """A model's name ends up on command lines. Raises UserError on one that could be read as something else."""
     if name.startswith("-") or not name.isprintable():
         raise UserError(f"{where} is {name[:60]!r}", "use printable characters and no dash in front", field=where)
+
+
+def _check_boundaries(policy: Policy) -> None:
+    """Raises UserError on a cell that starts or ends where no engine's integers reach."""
+    for i, cell in enumerate(policy.cells):
+        for name in ("from_context_tokens", "to_context_tokens", "from_batch", "to_batch"):
+            if (getattr(cell, name) or 0) > MOST_INT:
+                where = f"cells[{i}].{name}"
+                raise UserError(f"{where} is beyond any engine", f"use at most {MOST_INT}", field=where)
 
 
 def _ranges(start: int, given: list[Range]) -> tuple[Range, ...]:

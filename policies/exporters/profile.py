@@ -22,7 +22,7 @@ import numpy.typing as npt
 from specdial.policies.controllers import FixedConfig
 from specdial.policies.errors import UserError
 from specdial.policies.exporters.options import Options
-from specdial.policies.exporters.rows import Lowered, Row
+from specdial.policies.exporters.rows import Lowered, Row, told
 from specdial.policies.file import policy_digest
 from specdial.policies.schema import Policy
 
@@ -77,8 +77,8 @@ def lower(policy: Policy, options: Options, stem: str) -> Lowered:
         }
         rows = [Row("all", "acceptance", "kept", f"by depth, from {counts.rounds} {counts.basis}")]
     else:
-        told, rows = _told(policy)
-        content |= told
+        blocks, rows = _told(policy)
+        content |= blocks
     rows.append(Row("all", "rest", "dropped", "a profile says how often drafts are accepted, not how they are made"))
     usage = "vLLM: synthetic_acceptance_rates takes `marginal`; specdial: acceptance.synthetic takes `conditional`"
     return Lowered({".json": json.dumps(content, indent=1, allow_nan=False) + "\n"}, tuple(rows), usage)
@@ -132,21 +132,21 @@ def _arm(meta: dict[str, Any], policy: Policy) -> int | None:
 def _told(policy: Policy) -> tuple[dict[str, Any], list[Row]]:
     """What the measured block says, else the expected one."""
     for basis, block in (("measured", policy.measured), ("expected", policy.expected)):
-        length = (block or {}).get("tokens_per_round")
-        if block is None or isinstance(length, bool) or not isinstance(length, (int, float)):
+        length = told(block, "tokens_per_round")
+        if block is None or length is None:
             continue
-        told: dict[str, Any] = {
+        found: dict[str, Any] = {
             "basis": basis,
             "rounds": None,
             "marginal": None,
             "conditional": None,
             "acceptance_length": length,
         }
-        if block.get("k") == 1.0:  # every round drafted one token: its share is all there is to know
-            told |= {"marginal": [length - 1.0], "conditional": [length - 1.0]}
-            return told, [Row("all", "acceptance", "kept", f"one draft a round, from the {basis} block")]
+        if told(block, "k") == 1.0:  # every round drafted one token: its share is all there is to know
+            found |= {"marginal": [length - 1.0], "conditional": [length - 1.0]}
+            return found, [Row("all", "acceptance", "kept", f"one draft a round, from the {basis} block")]
         note = f"tokens per round from the {basis} block; by depth unknown without trace="
-        return told, [Row("all", "acceptance", "approximated", note)]
+        return found, [Row("all", "acceptance", "approximated", note)]
     raise UserError(
         f"policy {policy.name} has no measured or expected tokens per round", "give trace=DIR, or a tuned policy"
     )

@@ -1,11 +1,12 @@
 """The words of the lowering report: rows, draft lengths, names of cells, and what an exporter returns."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from specdial.policies.schema import Policy
 
 Fate = Literal["kept", "approximated", "dropped"]
+MOST = 1e6  # speedups and tokens per round are far below
 Range = tuple[int, int | None]  # first value and one past the last, None for no end
 
 
@@ -58,3 +59,11 @@ def cell_name(policy: Policy, index: int) -> str:
 def span(of: Range) -> str:
     """8192.., 1..15: both ends included."""
     return f"{of[0]}.." if of[1] is None else f"{of[0]}..{of[1] - 1}"
+
+
+def told(block: dict[str, Any] | None, name: str) -> float | None:
+    """A positive number of an expected or measured block, which may hold anything; None where it is not one."""
+    value = (block or {}).get(name)
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < MOST:
+        return None
+    return float(value)

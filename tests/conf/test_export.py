@@ -181,3 +181,29 @@ def test_names_with_brackets_are_printed_as_they_are(cli, tmp_path):
     assert result.code == 0
     assert "[red]a[bold] (lossless) for vllm" in result.out
     assert (tmp_path / "o" / "[red]a[bold].vllm.json").exists()
+
+
+def test_a_sweep_writes_one_set_of_files_a_target(cli, tuned, tmp_path):
+    result = cli("export", "-m", tuned, "target=vllm,sglang", "out=o/")
+    assert (result.code, result.err) == (0, "")
+    names = {"tuned.vllm.json", "tuned.vllm.report.json", "tuned.sglang.yaml", "tuned.sglang.report.json"}
+    assert {path.name for path in (tmp_path / "o").iterdir()} == names
+
+
+@pytest.mark.parametrize("target", ["vllm", "sglang", "tensorrt_llm", "transformers", "llama_cpp", "profile"])
+def test_numbers_beyond_reason_in_a_file_are_refused_or_not_used(cli, tmp_path, target):
+    huge = 10**400
+    rate = {**MODEL, "controller": {"kind": "rate"}, "cells": []}
+    blocks = {"speedup": huge, "k": huge, "batch": huge, "tokens_per_round": huge}
+    save_policy(policy_from_mapping({**rate, "expected": blocks}), tmp_path / "a.yaml")
+    result = cli("export", "policy=a.yaml", f"target={target}", "out=o/")
+    if target == "profile":
+        assert (result.code, "has no measured or expected tokens per round" in result.err) == (2, True)
+        return
+    assert (result.code, result.err) == (0, "")
+    assert "unknown, the policy has no predicted speedup" in result.out
+    cells = [{"from_context_tokens": huge, "overrides": {"controller": {"kind": "none"}}}]
+    save_policy(policy_from_mapping({**MODEL, "cells": cells}), tmp_path / "b.yaml")
+    result = cli("export", "policy=b.yaml", f"target={target}", "out=o/")
+    assert (result.code, result.err.count("\n")) == (2, 1)
+    assert "cells[0].from_context_tokens is beyond any engine" in result.err
