@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from specdial.engine.loop import Round
-from specdial.engine.trace.schema import FULL, PLAIN
+from specdial.engine.trace.schema import PLAIN
 from specdial.engine.workloads import Document
 
 Column = npt.NDArray[np.generic]
@@ -80,11 +80,11 @@ def _round_rows(played: list[Round], active: npt.NDArray[np.bool_], grids: Grids
     """Columns of schema.ROUNDS. active and the grids are [R, B]."""
     b, r = np.nonzero(active.T)
     emitted = np.array([list(map(len, p.emitted)) for p in played], dtype=np.int64).reshape(active.shape)
-    mode = np.where([p.plain for p in played], PLAIN, FULL)  # [R]
+    mode = np.array([PLAIN if p.plain else p.mode for p in played], dtype=np.str_)  # [R]
     columns: Columns = {name: grid[r, b] for name, grid in grids.items()}
     columns["emitted"] = emitted[r, b]
     columns["batch"] = np.full(len(r), active.shape[1])
-    columns["rounds_since_full"] = np.zeros(len(r), dtype=np.int64)
+    columns["rounds_since_full"] = np.array([p.rounds_since_full for p in played], dtype=np.int64)[r]
     columns["mode"] = mode[r]
     for name in _TIMES:
         columns[name] = np.array([getattr(p, name) for p in played], dtype=np.float64)[r]

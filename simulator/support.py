@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
+import pyarrow.compute as pc
 
+from specdial.engine.trace.schema import PARTIAL
 from specdial.policies.fields import parse, to_plain
 from specdial.policies.file import policy_digest
 from specdial.policies.schema import Drafter, Policy
@@ -38,7 +40,9 @@ class Support:
 def support(record: Record, policy: Policy, batch: int = 1) -> Support:
     """Judge one policy against a record, documents decoding `batch` at a time."""
     if not policy.lossless:
-        return _refused("it is lossy, and replay knows lossless policies only")
+        return _refused("it is lossy: what a partial verification accepts was not recorded, validate measures it")
+    if PARTIAL in pc.unique(record.trace.rounds["mode"]).to_pylist():
+        return _refused("the trace holds partially verified rounds, which accept what other policies would not")
     meta = record.trace.meta
     if not meta["dense"] and record.policy_digest == policy_digest(policy):
         variants = len(policy.variants())  # a sparse record files all of its own drafts under arm 0

@@ -3,6 +3,7 @@
 Leaves out interpretation: the simulator turns the tables into arrays.
 """
 
+import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from specdial.engine.trace.schema import (
     LATER_COLUMNS,
     NON_NEGATIVE,
     OPS,
+    PROBES,
     TABLES,
     TRACE_SCHEMA,
 )
@@ -35,6 +37,7 @@ class Trace:
     rounds: pa.Table
     drafts: pa.Table
     outputs: pa.Table
+    probes: pa.Table = dataclasses.field(default_factory=PROBES.empty_table)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +66,7 @@ def read_trace(path: str | Path) -> Trace:
     strangers = set(pc.unique(tables["rounds"]["doc"]).to_pylist()) - known
     if strangers:
         raise UserError(f"trace {path} holds rounds of unknown documents {sorted(strangers)}", "do not mix traces")
-    return Trace(path, meta, tables["rounds"], tables["drafts"], tables["outputs"])
+    return Trace(path, meta, tables["rounds"], tables["drafts"], tables["outputs"], tables["probes"])
 
 
 def read_costs(path: str | Path) -> CostTable:
@@ -110,7 +113,7 @@ def check_table(table: pa.Table, name: str, path: Path) -> None:
     for field in table.schema:
         if not pa.types.is_floating(field.type) or field.name == "accept_prob":
             continue
-        values = table[field.name].to_numpy()
+        values = table[field.name].drop_null().to_numpy()
         if not np.isfinite(values).all():
             raise UserError(f"{path} {name}.{field.name} holds NaN or infinity", REMEDY)
         if field.name in NON_NEGATIVE and (values < 0).any():

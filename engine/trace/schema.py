@@ -7,7 +7,7 @@ import pyarrow as pa
 
 TRACE_SCHEMA = "specdial/trace/1"
 COSTS_SCHEMA = "specdial/costs/1"
-PLAIN, FULL = "plain", "full"  # values of rounds.mode
+PLAIN, FULL, PARTIAL = "plain", "full", "partial"  # values of rounds.mode
 
 ROUNDS = pa.schema(
     [
@@ -19,7 +19,7 @@ ROUNDS = pa.schema(
         pa.field("accepted", pa.int32(), nullable=False),
         pa.field("emitted", pa.int32(), nullable=False),
         pa.field("mode", pa.string(), nullable=False),
-        pa.field("rounds_since_full", pa.int32(), nullable=False),
+        pa.field("rounds_since_full", pa.int32(), nullable=False),  # partial rounds since a full one, itself included
         pa.field("draft_us", pa.float64(), nullable=False),
         pa.field("verify_us", pa.float64(), nullable=False),
         pa.field("select_us", pa.float64(), nullable=False),
@@ -55,6 +55,23 @@ OUTPUTS = pa.schema(
     ]
 )
 
+# What partial verification did to the output, where a record asked for it: one row per committed token that the policy
+# wrote, judged by a full verification of the same text. arm is 0, the policy itself. arr: the share of the target's
+# attention that the selection held, null where it was not measured. kl_nats: divergence of the logits that decided from
+# the full ones, KL(full || those), null where they were not kept. top1_match: the token is the likeliest under full
+# verification too. rounds_since_full: as in rounds, of the round that committed the token.
+PROBES = pa.schema(
+    [
+        pa.field("doc", pa.int32(), nullable=False),
+        pa.field("position", pa.int32(), nullable=False),
+        pa.field("arm", pa.int16(), nullable=False),
+        pa.field("arr", pa.float32(), nullable=True),
+        pa.field("kl_nats", pa.float32(), nullable=True),
+        pa.field("top1_match", pa.bool_(), nullable=False),
+        pa.field("rounds_since_full", pa.int32(), nullable=False),
+    ]
+)
+
 # Medians of measured operations, in microseconds. op: plain (one decode step), draft (one draft token at `budget`),
 # verify (a full verification of k drafts), select (choosing and gathering `budget` keys, once a round),
 # host (the rest of a round). k and budget are 0 where they have no meaning. drafter: whose rounds were timed, by the
@@ -82,6 +99,7 @@ LATER_COLUMNS = {"drafter": "sparse_self"}
 TABLES: dict[str, pa.Schema] = {
     "drafts": DRAFTS,
     "outputs": OUTPUTS,
+    "probes": PROBES,
     "rounds": ROUNDS,
 }  # rounds last: it marks a finished document
 NON_NEGATIVE = ("draft_us", "verify_us", "select_us", "host_us", "median_us", "p10_us", "p90_us", "entropy_nats")
@@ -89,5 +107,6 @@ KEYS: dict[str, tuple[str, ...]] = {
     "rounds": ("doc", "round"),
     "drafts": ("doc", "round", "position", "arm", "depth"),
     "outputs": ("doc", "position"),
+    "probes": ("doc", "position", "arm"),
     "costs": ("op", "drafter", "context_tokens", "batch", "k", "budget"),
 }

@@ -1,6 +1,7 @@
 """specdial record: decode a workload under one policy and leave a trace.
 
 With `dense`, every position of the output is drafted under several arms too, so that any controller can be replayed.
+With `fidelity`, every token of the output is judged by full verification too, and plain decoding runs beside.
 """
 
 from collections.abc import Mapping
@@ -13,6 +14,7 @@ from rich.table import Table
 from specdial.engine.acceptance import JUDGED, SAID, Acceptance, said_of
 from specdial.engine.batches import Batches
 from specdial.engine.dense import dense_table, record_dense
+from specdial.engine.fidelity import Fidelity, check_greedy, measure_fidelity, plain_output, probes_table, summary
 from specdial.engine.job import Job, ModelSettings, describe, hardware, history_spec, load_job
 from specdial.engine.loop import Decoding
 from specdial.engine.progress import progress
@@ -43,6 +45,7 @@ class Settings:
     k_max: int = setting(8, low=1, high=64)
     sampling: Sampling = field(default_factory=Sampling)
     acceptance: Acceptance = field(default=JUDGED, metadata={"later": True})
+    fidelity: bool = setting(False, later=True)
 
 
 def run(settings: Mapping[str, Any], job: Job | None = None) -> dict[str, Any]:
@@ -53,6 +56,7 @@ def run(settings: Mapping[str, Any], job: Job | None = None) -> dict[str, Any]:
     s = parse(Settings, settings)
     policy = policy_from_mapping(s.policy, "policy")
     arms, synthetic = _arms(s, policy), s.acceptance.of_one(policy)
+    _check_fidelity(s, policy)
     widest = policy_from_mapping({"controller": {"kind": "fixed", "k": s.k_max}, "draft_kv": to_plain(arms[0])})
     decoded = [policy, widest] if s.dense else [policy]
     drafter = policy.drafter if policy.k_max else widest.drafter
@@ -81,6 +85,7 @@ def run(settings: Mapping[str, Any], job: Job | None = None) -> dict[str, Any]:
     groups = [job.documents[i : i + s.batch] for i in range(0, len(job.documents), s.batch)]
     totals = {"documents": 0, "rounds": 0, "tokens": 0}
     batches = Batches(job, decoded)
+    strayed: list[Fidelity] = []
 
     def record_group(group: list[Document]) -> None:
         sequences = batches.prefilled(group)
@@ -88,8 +93,15 @@ def run(settings: Mapping[str, Any], job: Job | None = None) -> dict[str, Any]:
         numbers = [d.index for d in group]
         for round_ in Decoding(sequences, policy, s.sampling, numbers, synthetic=synthetic).rounds():
             recorder.add(round_)
+        written = [list(t) for t in sequences.tokens]
+        judged: list[Fidelity] = []
+        if s.fidelity:
+            judged = measure_fidelity(sequences, policy, numbers, plain_output(sequences, numbers))
+            strayed.extend(judged)
         for b, document in enumerate(group):
-            tables: dict[str, Any] = recorder.tables(b, sequences.tokens[b])
+            tables: dict[str, Any] = recorder.tables(b, written[b])
+            if s.fidelity:
+                tables["probes"] = probes_table(document.index, len(document.prompt_ids), judged[b])
             if s.dense:
                 tables["drafts"] = dense_table(document.index, record_dense(sequences, b, arms, s.k_max))
             writer.write(document.index, tables)
@@ -105,7 +117,21 @@ def run(settings: Mapping[str, Any], job: Job | None = None) -> dict[str, Any]:
             else:
                 record_group(group)
     _print(out, job, policy, totals, resumed=len(finished), synthetic=bool(synthetic))
-    return {"out": str(out), "resumed_documents": len(finished), **said_of(synthetic), **totals}
+    found = {"fidelity": summary(strayed)} if strayed else {}
+    for name, value in found.get("fidelity", {}).items():
+        table_console().print(f"{name} {value}")
+    return {"out": str(out), "resumed_documents": len(finished), **said_of(synthetic), **found, **totals}
+
+
+def _check_fidelity(s: Settings, policy: Policy) -> None:
+    """Raises UserError where there is nothing to judge."""
+    if not s.fidelity:
+        return
+    check_greedy(s.sampling)
+    if s.acceptance:
+        raise UserError("fidelity=true judges a text, acceptance is synthetic", "leave one of them out")
+    if policy.lossless:
+        raise UserError("fidelity=true judges lossy policies, this one is lossless", "set fidelity=false")
 
 
 def _arms(s: Settings, policy: Policy) -> list[DraftKV]:

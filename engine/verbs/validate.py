@@ -4,7 +4,7 @@ Protocol, fixed before any number is seen: every document is prefilled once; all
 state in every repeat, their order rotated; the first repeat warms up and is discarded; a policy's time on a document is
 the median of its repeats; speedup is the ratio of sums over documents, plain over policy. Its interval comes from
 resampling documents. Greedy lossless outputs are compared with the plain output token by token, unless acceptance is
-synthetic.
+synthetic. What a lossy policy's output is worth is measured too, in a decoding of its own that is not timed (fidelity).
 """
 
 from collections.abc import Mapping
@@ -18,6 +18,7 @@ from scipy.stats import spearmanr
 
 from specdial.engine.acceptance import JUDGED, SAID, Acceptance, said_of
 from specdial.engine.batches import Batches
+from specdial.engine.fidelity import Fidelity, measure_fidelity, summary
 from specdial.engine.job import Job, ModelSettings, describe, hardware, history_spec, load_job
 from specdial.engine.loop import Decoding, Round
 from specdial.engine.progress import Bar, progress
@@ -36,7 +37,10 @@ PLAIN = plain_policy()
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Settings of `validate`. policies: policy mappings, with their `expected` blocks. split: documents to use."""
+    """Settings of `validate`. policies: policy mappings, with their `expected` blocks. split: documents to use.
+
+    fidelity: judge the greedy output of lossy policies by full verification.
+    """
 
     model: ModelSettings
     workload: dict[str, Any]
@@ -49,6 +53,7 @@ class Settings:
     seed: int = setting(0, low=0, high=(1 << 32) - 1)
     sampling: Sampling = field(default_factory=Sampling)
     acceptance: Acceptance = field(default=JUDGED, metadata={"later": True})
+    fidelity: bool = setting(True, later=True)
 
 
 @dataclass
@@ -63,6 +68,7 @@ class Measured:
     drafted: int = 0
     accepted: int = 0
     differing: int = 0  # sequences whose greedy output is not the plain one
+    fidelity: list[Fidelity] = field(default_factory=list)  # of each document, where it was measured
 
     def document_us(self) -> np.ndarray:
         """Median time of each document group, [D]."""
@@ -152,6 +158,10 @@ def _measure_group(batches: Batches, group: list[Document], results: list[Measur
             if repeat == s.repeats:
                 _count(result, rounds, sequences.tokens, reference if s.sampling.greedy else None)
             bar.advance(1, result.policy.name)
+    if s.fidelity and s.sampling.greedy and reference is not None:
+        for result in results:
+            if not result.policy.lossless and not result.synthetic:
+                result.fidelity += measure_fidelity(sequences, result.policy, numbers, reference)
 
 
 def _round_us(r: Round) -> float:
@@ -197,6 +207,7 @@ def _row(policy: Policy, result: Measured, plain: Measured, s: Settings) -> dict
             "alpha": result.accepted / result.drafted if result.drafted else None,
             "k": result.drafted / result.rounds,
             "documents_differing_from_plain": None if result.synthetic else result.differing,
+            **({"fidelity": summary(result.fidelity)} if result.fidelity else {}),
             "repeat_spread_frac": float(
                 max((max(t) - min(t)) / np.median(t) for t in result.times_us) if s.repeats > 1 else 0.0
             ),
@@ -260,9 +271,19 @@ def _equality(measured: dict[str, Any]) -> str:
     return "yes" if differing == 0 else f"{differing} differ"
 
 
+def _strayed(measured: dict[str, Any]) -> tuple[str, str, str]:
+    """Top-1 agreement with full verification, KL in nats, and the share of tokens that plain decoding wrote too."""
+    found = measured.get("fidelity")
+    if found is None:
+        return "-", "-", "-"
+    kl = found["kl_nats"]
+    return f"{found['top1_agreement']:.1%}", "-" if kl is None else f"{kl:.2g}", f"{found['token_agreement']:.1%}"
+
+
 def _print(out: Path, job: Job, rows: list[dict[str, Any]], content: dict[str, Any]) -> None:
     said = (" (random weights)" if job.model.random else "") + (SAID if "acceptance" in content else "")
     table = Table(title=f"validation {out}: {job.name}{said}, split {content['split']}", title_justify="left")
+    lossy = any(not row["lossless"] for row in rows)
     for column in (
         "policy",
         "lossless",
@@ -274,6 +295,7 @@ def _print(out: Path, job: Job, rows: list[dict[str, Any]], content: dict[str, A
         "alpha",
         "k",
         "= plain",
+        *(("top-1", "KL nats", "same text") if lossy else ()),
     ):
         table.add_column(column, justify="left" if column == "policy" else "right")
     for row in rows:
@@ -289,6 +311,7 @@ def _print(out: Path, job: Job, rows: list[dict[str, Any]], content: dict[str, A
             "-" if m["alpha"] is None else f"{m['alpha']:.2f}",
             f"{m['k']:.1f}",
             _equality(m),
+            *(_strayed(m) if lossy else ()),
         )
     console = table_console()
     console.print(table)

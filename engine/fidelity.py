@@ -1,0 +1,159 @@
+"""How far partial verification strayed: its output judged by a full verification of the same text, teacher-forced.
+
+Measured on a separate, untimed decoding whose logits are kept; then the text is read again in blocks of rows that see
+every key. Per committed token: is it the likeliest under full verification too, and KL(full || the deciding logits).
+Per document: how far its text agrees with plain decoding. Leaves out sampled decoding, where a token need not be the
+likeliest, and what a selection holds of the target's attention (arr).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from specdial.engine.loop import Decoding
+from specdial.engine.prefill import ROW_MULTIPLE
+from specdial.engine.sampling import Sampling
+from specdial.engine.sequences import Sequences
+from specdial.policies.errors import UserError
+from specdial.policies.schema import Policy, plain_policy
+
+BLOCK_ROWS = 16
+KEPT_BYTES = 1 << 30  # of logits, in host memory; later tokens of a batch have no KL
+
+
+@dataclass(frozen=True, slots=True)
+class Fidelity:
+    """One document's committed tokens: arrays [N], from its first new one on.
+
+    kl_nats: NaN where the deciding logits were not kept. prefix_tokens: leading tokens that are plain decoding's.
+    agreeing_tokens: tokens that are plain decoding's at their place, of plain_tokens.
+    """
+
+    top1_match: npt.NDArray[np.bool_]
+    kl_nats: npt.NDArray[np.float32]
+    rounds_since_full: npt.NDArray[np.int64]
+    prefix_tokens: int
+    agreeing_tokens: int
+    plain_tokens: int
+
+
+def check_greedy(sampling: Sampling) -> None:
+    """Raises UserError in sampled decoding."""
+    if not sampling.greedy:
+        raise UserError(
+            "fidelity=true compares with the likeliest token, and decoding is sampled",
+            "set sampling.temperature=0 or fidelity=false",
+            field="fidelity",
+        )
+
+
+def plain_output(s: Sequences, numbers: list[int]) -> list[list[int]]:
+    """What plain greedy decoding makes of prefilled sequences, prompts included; rewinds them first."""
+    s.rewind()
+    for _ in Decoding(s, plain_policy(), Sampling(), numbers).rounds():
+        pass
+    return [list(t) for t in s.tokens]
+
+
+@torch.inference_mode()
+def measure_fidelity(
+    s: Sequences, policy: Policy, numbers: list[int], plain: Sequence[Sequence[int]], *, kept_bytes: int = KEPT_BYTES
+) -> list[Fidelity]:
+    """Decode greedily under a policy and judge every token. plain: plain decoding's sequences, prompts included.
+
+    `s` holds prefilled sequences; it is used as scratch and left rewound to the prompts.
+    """
+    s.rewind()
+    decoding = Decoding(s, policy, Sampling(), numbers, keep_logits=True)
+    if decoding.logits is None:
+        raise ValueError("this decoding keeps no logits")
+    decided: list[list[Tensor]] = [[] for _ in range(s.batch)]  # [n, V] each, on the host
+    since: list[list[int]] = [[] for _ in range(s.batch)]
+    left = kept_bytes
+    for played in decoding.rounds():
+        for b, emitted in enumerate(played.emitted):
+            since[b] += [played.rounds_since_full] * len(emitted)
+            logits = decoding.logits[b, : len(emitted)]  # [n, V]
+            if emitted and left >= logits.nbytes and sum(map(len, decided[b])) + len(emitted) == len(since[b]):
+                left -= logits.nbytes
+                decided[b].append(logits.to("cpu", copy=True))
+    tokens = [list(t) for t in s.tokens]
+    prompts = [int(p) for p in s.prompt_tokens]
+    ours = [t[p:] for t, p in zip(tokens, prompts)]
+    kept = [torch.cat(parts) if parts else None for parts in decided]
+    judged = _judge(s, tokens, kept)
+    s.rewind()
+    found = []
+    for b, (match, kl) in enumerate(judged):
+        theirs = list(plain[b][prompts[b] :])
+        same = [a == c for a, c in zip(ours[b], theirs)]
+        prefix = same.index(False) if False in same else len(same)
+        found.append(Fidelity(match, kl, np.array(since[b], dtype=np.int64), prefix, sum(same), len(theirs)))
+    return found
+
+
+def _judge(
+    s: Sequences, tokens: list[list[int]], kept: list[Tensor | None]
+) -> list[tuple[npt.NDArray[np.bool_], npt.NDArray[np.float32]]]:
+    """Top-1 agreement and KL of every new token of `tokens`, by full attention over text alone."""
+    s.rewind()
+    new = [len(t) - int(p) for t, p in zip(tokens, s.prompt_tokens)]
+    match = [np.zeros(n, dtype=np.bool_) for n in new]
+    kl = [np.full(n, np.nan, dtype=np.float32) for n in new]
+    at = 0
+    while at < max(new):
+        room = s.cache.capacity_tokens - int(s.cache.host_lengths.max()) - ROW_MULTIPLE
+        T = max(min(BLOCK_ROWS, max(new) - at, room), 1)
+        block = np.zeros((s.batch, T), dtype=np.int64)  # [B, T]; rows past a sequence's end write scratch keys
+        rows = np.clip(np.array(new) - at, 0, T)  # [B] that count
+        for b, (text, start) in enumerate(zip(tokens, s.prompt_tokens)):
+            given = text[int(start) - 1 + at : int(start) - 1 + at + int(rows[b])]
+            block[b, : len(given)] = given
+        logits = s.forward_block(torch.from_numpy(block).to(s.decoder.device), padded=True, rows=False).logits
+        s.cache.commit(rows)
+        for b, n in enumerate(rows.tolist()):
+            full = logits[b, :n]  # [n, V]
+            wanted = torch.tensor(tokens[b][int(s.prompt_tokens[b]) + at :][:n], device=full.device)
+            match[b][at : at + n] = (full.argmax(dim=-1) == wanted).cpu().numpy()
+            decided = kept[b]
+            if decided is not None and n:
+                own = decided[at : at + n].to(full.device)  # [<= n, V]
+                log_full, log_own = (torch.log_softmax(x[: len(own)].double(), dim=-1) for x in (full, own))
+                found = (log_full.exp() * (log_full - log_own)).sum(dim=-1).clamp(min=0.0)
+                kl[b][at : at + len(own)] = found.float().cpu().numpy()
+        at += T
+    return list(zip(match, kl))
+
+
+def summary(documents: Sequence[Fidelity]) -> dict[str, Any]:
+    """What a `measured` block and a table say of several documents: means over tokens, None where there are none."""
+    match = np.concatenate([f.top1_match for f in documents])
+    kl = np.concatenate([f.kl_nats for f in documents])
+    known = kl[~np.isnan(kl)]
+    plain = sum(f.plain_tokens for f in documents)
+    return {
+        "top1_agreement": float(match.mean()) if len(match) else None,
+        "kl_nats": float(known.mean()) if len(known) else None,
+        "kl_tokens": len(known),
+        "prefix_frac": sum(f.prefix_tokens for f in documents) / plain if plain else None,
+        "token_agreement": sum(f.agreeing_tokens for f in documents) / plain if plain else None,
+    }
+
+
+def probes_table(doc: int, prompt_tokens: int, found: Fidelity) -> dict[str, Any]:
+    """The trace's `probes` table of one document."""
+    n = len(found.top1_match)
+    return {
+        "doc": np.full(n, doc),
+        "position": np.arange(prompt_tokens, prompt_tokens + n),
+        "arm": np.zeros(n, dtype=np.int64),
+        "arr": [None] * n,
+        "kl_nats": [None if np.isnan(x) else float(x) for x in found.kl_nats],
+        "top1_match": found.top1_match,
+        "rounds_since_full": found.rounds_since_full,
+    }
