@@ -1,6 +1,8 @@
 """Which heads should score keys, and how many of their keys are read: Dustin's three-stage search, on recorded rows.
 
-1. Target layer: every layer by history ARR of its best heads (ranked by needle mass inside the layer).
+1. Target layer: every layer by history ARR of its best heads (ranked by needle mass inside the layer). Ours: layers
+   whose best heads look little at the needle can be left out, of both models. Mean ARR is mostly sink and neighbours,
+   so alone it may prefer heads that never find a fact.
 2. Draft layers, greedily: the layer whose best heads raise hybrid ARR most joins, while one raises it and up to three.
    Half of what the budget leaves is then chosen by lookahead. ARR in 1 and 2 is the mean over fixed small budgets.
 3. m, the keys chosen by lookahead at the wanted budget: every m where they are few, Optuna's TPE otherwise.
@@ -16,6 +18,7 @@ import numpy as np
 import optuna
 
 from specdial.engine.trace.attention import DRAFT, TARGET, AttentionTrace
+from specdial.policies.errors import UserError
 from specdial.policies.fields import setting
 from specdial.simulator.arr import Floats, Frame, falling, hybrid_mask, recall, scored_arr
 from specdial.simulator.arr_cases import Case, Heads, best_heads, cases, mean_arr
@@ -26,7 +29,8 @@ class HeadSearch:
     """Settings of the search. budget: the wanted one, sink and recent keys included.
 
     window: rows to recall after an anchor; steps: draft rows summed into lookahead; heads_per_layer: heads of a chosen
-    layer; stage_budgets: of stages 1 and 2; trials: of stage 3.
+    layer; least_needle_mass: what they must have on average for their layer to be chosen, 0 for Dustin's own rule;
+    stage_budgets: of stages 1 and 2; trials: of stage 3.
     """
 
     budget: int = setting(512, low=1)
@@ -35,6 +39,7 @@ class HeadSearch:
     window: int = setting(4, low=1)
     steps: int = setting(4, low=1)
     heads_per_layer: int = setting(4, low=1)
+    least_needle_mass: float = setting(0.0, low=0.0, high=1.0)
     most_draft_layers: int = setting(3, low=0)
     stage_budgets: tuple[int, ...] = setting((128, 192, 256), low=1)
     trials: int = setting(40, low=1)
@@ -86,16 +91,31 @@ class FoundHeads:
 def search_heads(trace: AttentionTrace, search: HeadSearch, split: str | None = None) -> FoundHeads:
     """The three stages on the trace's documents of a split. Without draft rows only the first has anything to choose.
 
-    Raises UserError when the split is empty, when rows hold no window, or when a budget cannot hold sink and recent.
+    Raises UserError when the split is empty, when rows hold no window, when a budget cannot hold sink and recent, or
+    when no target layer looks at the needle enough.
     """
     given = cases(trace, split, window=search.window, steps=search.steps)
-    best = {source: best_heads(trace, source, search.heads_per_layer) for source in (TARGET, DRAFT)}
+    best = {source: _looking(trace, source, search) for source in (TARGET, DRAFT)}
+    if not best[TARGET]:
+        cause = f"no target layer's best heads have a mean needle mass of {search.least_needle_mass:g}"
+        raise UserError(cause, "lower search.least_needle_mass")
     layer_arr = {layer: _history_arr(given, heads, search.stage_frames) for layer, heads in best[TARGET].items()}
     target = best[TARGET][_argmax(layer_arr)]
     draft, draft_arr = _add_draft_layers(given, target, best[DRAFT], search)
     m_arr = _try_m(given, target, draft, search) if draft else {0: _history_arr(given, target, (search.frame(),))}
     m = _argmax(m_arr)
     return FoundHeads(search.frame(), target, draft, m, m_arr[m], layer_arr, draft_arr, m_arr)
+
+
+def _looking(trace: AttentionTrace, source: str, search: HeadSearch) -> dict[int, Heads]:
+    """The best heads of every layer where they look at the needle enough."""
+    mass = {(h.layer, h.head): h.needle_mass for h in trace.heads if h.source == source}
+    best = best_heads(trace, source, search.heads_per_layer)
+    return {
+        layer: heads
+        for layer, heads in best.items()
+        if np.mean([mass[head] for head in heads]) >= search.least_needle_mass
+    }
 
 
 def _history_arr(given: list[Case], heads: Heads, frames: tuple[Frame, ...]) -> float:

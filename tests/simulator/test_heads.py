@@ -1,6 +1,7 @@
 """The head search finds heads that were planted to foretell the target's rows, and what it says makes a policy."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -64,7 +65,7 @@ def planted(tmp_path_factory):
         write_rows(out, doc, planted_rows(rng), FIRST)
         runs.append(RowRun(doc, split, FIRST, FIRST, ROWS))
     heads = [
-        HeadScore(source, layer, head, 1.0 / (1 + head), 0.0, head + 1, layer * HEADS + head + 1)
+        HeadScore(source, layer, head, 0.1 * layer / (1 + head), 0.0, head + 1, layer * HEADS + head + 1)
         for source in (TARGET, DRAFT)
         for layer in range(LAYERS)
         for head in range(HEADS)
@@ -86,6 +87,14 @@ def test_planted_heads_are_found(found):
     arrs = [arr for _, arr in found.draft_arr]
     assert arrs == sorted(arrs)
     assert max(found.layer_arr, key=found.layer_arr.get) == HISTORY_LAYER
+
+
+def test_layers_that_hardly_look_at_the_needle_can_be_left_out(planted):
+    """The mean of the two best heads is 0.075 a layer: only layers 4 and 5 reach 0.3."""
+    found = search_heads(planted, replace(SEARCH, least_needle_mass=0.3), "train")
+    assert list(found.layer_arr) == [4, 5]
+    assert {layer for layer, _ in found.target + found.draft} <= {4, 5}
+    assert (4, 0) in found.draft
 
 
 def test_m_is_the_best_of_all(found):
@@ -148,6 +157,7 @@ def test_tables(planted, found, capsys):
         (SEARCH, "validation", "no document in split validation"),
         (HeadSearch(heads_per_layer=3), None, "holds no rows of target layer 0 head 2"),
         (HeadSearch(stage_budgets=(16,), heads_per_layer=2), None, "budget 16 cannot hold"),
+        (replace(SEARCH, least_needle_mass=0.9), None, "no target layer's best heads have a mean needle mass of 0.9"),
         (HeadSearch(window=ROWS, heads_per_layer=2), None, "hold no window of 24"),
     ],
 )
