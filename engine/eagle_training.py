@@ -60,7 +60,11 @@ def reduced_vocabulary(texts: Iterable[list[int]], vocab: int, size: int) -> Ten
 
 
 def new_head(decoder: Decoder, token_ids: Tensor, seed: int) -> EagleHead:
-    """An untrained head in float32: random but for its norms and the rows of the target's own head it drafts by."""
+    """An untrained head in float32: random, but that it drafts by the target's own head.
+
+    Its rows are those of the target's with the final norm in them, shrunk so that random states give logits of about 1:
+    a head that is sure of itself before it has learned anything takes long to unlearn it.
+    """
     c = decoder.config
     layer = replace(c, layers=1, qkv_bias=False, qk_norm=False, tied_embeddings=False)
     config = HeadConfig(layer, c.hidden, len(token_ids), default_taps(c.layers))
@@ -70,7 +74,8 @@ def new_head(decoder: Decoder, token_ids: Tensor, seed: int) -> EagleHead:
         for name, shape in head_shapes(config).items()
     }
     ids = token_ids.to(decoder.device)
-    weights |= {"lm_head": decoder.head[ids], "norm": decoder.norm}
+    rows = decoder.head[ids].float() * decoder.norm.float()  # [draft_vocab, hidden]
+    weights["lm_head"] = rows * (c.hidden**-0.5 / rows.square().mean().sqrt())
     trained = HeadWeights(**weights).to(decoder.device, torch.float32)
     return EagleHead(config, trained, ids, decoder.embedding)
 
