@@ -162,6 +162,7 @@ class Verification:
         if self._pages is not None:
             self._pages.update(MOST_COMMITTED)
         chosen = None if self._choose is None else self._choose(k)
+        counted = k + 1  # [B] rows
         if not s.cache.on_gpu:
             tokens = F.pad(tokens, (0, round_up(T, ROW_MULTIPLE) - T))
         s.cache.width(tokens.shape[1])  # raises where the block does not fit
@@ -172,7 +173,7 @@ class Verification:
             if watch is not None:
                 watch(layer, q)
             keys, values = s.cache.layer(layer)
-            selection = self._by_pages(layer, q, k) if chosen is None else chosen
+            selection = self._by_pages(layer, q, counted) if chosen is None else chosen
             indices = selection.indices[layer if chosen is not None else 0]
             if workspace is None and s.backend == "triton":
                 workspace = workspace_for(q, keys, indices, page=selection.page)
@@ -183,8 +184,8 @@ class Verification:
 
         return Block(s.forward_rows(tokens, lengths, attend)[:, :T], None)
 
-    def _by_pages(self, layer: int, q: Tensor, k: Tensor) -> Selection:
-        """Pages of one layer that promise the round's queries q [B, T, H, D] most: the mean over its 1 + k rows."""
+    def _by_pages(self, layer: int, q: Tensor, rows: Tensor) -> Selection:
+        """Pages of one layer that promise the round's queries q [B, T, H, D] most: the mean over its rows [B]."""
         s, keys, pages = self.s, self.kv.keys, self._pages
         if pages is None:
             raise ValueError("this verification does not choose by page")
@@ -192,7 +193,7 @@ class Verification:
         protected = keys.sink_pages + keys.recent_pages
         scores = score_pages(
             q, pages.low[layer], pages.high[layer], whole * keys.page, page=keys.page, rule="quest",
-            backend=s.backend, rows=k + 1,
+            backend=s.backend, rows=rows,
         )  # fmt: skip
         indices, counts = select(
             scores, whole, budget=max(min(keys.budget // keys.page, scores.shape[-1]), protected),

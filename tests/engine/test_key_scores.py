@@ -211,7 +211,7 @@ def test_page_bound_follows_quests_bound_by_the_rounds_queries(s, scope):
     c = s.decoder.config
     q = torch.randn(s.batch, 4, c.heads, c.head_dim, generator=torch.Generator().manual_seed(2))
     k = torch.tensor([3, 1, 0, 2])
-    selection = verification._by_pages(1, q, k)
+    selection = verification._by_pages(1, q, k + 1)
     for b, length in enumerate(s.cache.host_lengths.tolist()):
         whole = length // 16
         assert selection.tail_start.tolist()[b] == whole * 16
