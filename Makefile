@@ -19,9 +19,10 @@ help:
 demo: $(VENV)/.installed
 	$(BIN)/specdial demo out=demo
 
+# One thread a process: many small operations gain nothing from more, and two processes do.
 # The script, not `python -m pytest`: that would put the checkout on the path, with a bare package named `kernels`.
 test: check
-	$(BIN)/pytest -m 'not gpu'
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m 'not gpu' -n auto --maxprocesses 8 --dist worksteal
 
 check: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
