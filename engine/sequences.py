@@ -94,6 +94,7 @@ class Sequences:
         self._tapping: Collection[HeadReader] = ()  # the heads that see what passes leave, see `tapping`
         # Counts the rounds launched and the starts of decoding. Who took part in the turn before has missed nothing.
         self.turn = 0
+        self.rewritten = 0  # cached keys that the passes of the round under way write anew, the last ones
         self.started = 0  # the turn at which decoding last started
 
     @property
@@ -198,8 +199,13 @@ class Sequences:
         """While a pass is practised no sequence may emit: then nothing is committed, and what is left is put back."""
         small = [self.pending, self.before, self.room, *(state.packed for state in self._states.values())]
         saved = [tensor.clone() for tensor in small]
+        rows = torch.arange(self.batch, device=self.room.device)[:, None]  # [B, 1]
+        back = torch.arange(self.rewritten, device=self.room.device) - self.rewritten
+        last = (self.cache.lengths[:, None] + back).clamp(min=0)  # [B, R]
+        keys, values = self.cache.k[:, rows, :, last], self.cache.v[:, rows, :, last]  # [B, R, L, Hk, D] each
         self.room.zero_()
         yield
+        self.cache.k[:, rows, :, last], self.cache.v[:, rows, :, last] = keys, values
         for tensor, value in zip(small, saved):
             tensor.copy_(value)
 

@@ -114,6 +114,7 @@ class Verification:
         """Host work before a round: page summaries follow, tokens to recompute are sent."""
         if self._pages is not None:
             self._pages.follow()
+        self.s.rewritten = plan.recomputed
         if plan.recomputed:
             for pages in self.summaries:
                 pages.forget()
