@@ -11,12 +11,14 @@ from typing import Any, Literal
 
 import torch
 
+from specdial.engine.cache import round_up
 from specdial.engine.free_memory import free_bytes
 from specdial.engine.history import HistorySpec
 from specdial.engine.memory import Demand, predict, require
 from specdial.engine.models.eagle import EagleHead
 from specdial.engine.sampling import Sampling
 from specdial.engine.sequences import Sequences
+from specdial.engine.verification import CUDA_RECOMPUTED_MULTIPLE
 from specdial.engine.weights import LoadedModel, load_model
 from specdial.engine.weights.eagle import load_head
 from specdial.engine.workloads import Document, WorkloadSpec, build, of_split
@@ -24,6 +26,7 @@ from specdial.kernels import Backend
 from specdial.policies.errors import UserError
 from specdial.policies.fields import setting
 from specdial.policies.schema import Policy
+from specdial.policies.verification import LOOKAHEAD
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,14 +163,33 @@ def empty_sequences(
 
 
 def summary_bytes(demand: Demand, batch: int, policies: list[Policy]) -> int:
-    """Of the page summaries that policies drafting by quest keep: a smallest and a largest key a page."""
-    pages = {v.draft_kv.page for p in policies if p.k_max > 0 for v in p.variants() if v.drafter.kind == "quest"}
-    return sum(predict(replace(demand, batch=batch)).kv_cache // page for page in pages)
+    """Of the page summaries that policies drafting by quest or verifying by page bound keep, two keys a page.
+
+    And of the draft models' attention, a score a key and draft step, that a verification by lookahead reads.
+    """
+    variants = [v for p in policies if p.k_max > 0 for v in p.variants()]
+    partial = [v for v in variants if not v.verify_kv.lossless]
+    pages = {v.draft_kv.page for v in variants if v.drafter.kind == "quest"}
+    pages |= {v.verify_kv.page for v in partial if v.verify_kv.source == "page_bound"}
+    steps = max((v.k_max for v in partial if v.verify_kv.source in LOOKAHEAD), default=0)
+    scores = 4 * steps * batch * demand.capacity_tokens  # float32
+    return sum(predict(replace(demand, batch=batch)).kv_cache // page for page in pages) + scores
+
+
+def most_recomputed(policies: list[Policy]) -> int:
+    """Most rows that a full round puts in front of its own: all that the partial rounds before may have committed."""
+    periods = [
+        v.verify_kv.full_period for p in policies if p.k_max > 0 for v in p.variants() if not v.verify_kv.lossless
+    ]
+    rows = max([0, *(period - 1 for period in periods)]) * (max(p.k_max for p in policies) + 1)
+    return round_up(rows, CUDA_RECOMPUTED_MULTIPLE)
 
 
 def memory_demand(model: LoadedModel, longest_tokens: int, batch: int, policies: list[Policy]) -> Demand:
     """What to predict the memory of such sequences from."""
-    selections = [v.draft_kv.resolved(longest_tokens) for p in policies if p.k_max > 0 for v in p.variants()]
+    variants = [v for p in policies if p.k_max > 0 for v in p.variants()]
+    selections = [v.draft_kv.resolved(longest_tokens) for v in variants]
+    selections += [v.verify_kv.keys for v in variants if not v.verify_kv.lossless]
     return Demand(
         config=model.config,
         dtype=model.decoder.dtype,
@@ -178,6 +200,7 @@ def memory_demand(model: LoadedModel, longest_tokens: int, batch: int, policies:
         history=history_spec(policies),
         selected=max((kv.budget for kv in selections), default=0),
         float8=any(v.drafter.weights == "fp8" for p in policies if p.k_max for v in p.variants()),
+        recomputed=min(most_recomputed(policies), longest_tokens),
     )
 
 

@@ -30,7 +30,8 @@ class Demand:
 
     backend: triton on a GPU, else reference. longest_tokens: of a sequence, prompt and output. k_max: most drafts of a
     round. history: of the attention rows, None when nothing drafts. selected: most keys a draft selects per kv head.
-    float8: drafts read float8 copies of the weights.
+    float8: drafts read float8 copies of the weights. recomputed: most committed rows that a block puts in front of its
+    own; where blocks do, logits are those of all its rows.
     """
 
     config: ModelConfig
@@ -42,6 +43,7 @@ class Demand:
     history: HistorySpec | None
     selected: int
     float8: bool = False
+    recomputed: int = 0
 
     @property
     def capacity_tokens(self) -> int:
@@ -84,7 +86,8 @@ def predict(demand: Demand) -> Memory:
     """Bytes of every part. Grows with batch and longest_tokens."""
     c, size, on_gpu = demand.config, demand.dtype.itemsize, demand.backend == "triton"
     cache = KVCache(c, demand.batch, demand.capacity_tokens + ROW_MULTIPLE, device=META, dtype=demand.dtype)
-    keys, rows = cache.capacity_tokens, demand.k_max + 1 if on_gpu else round_up(demand.k_max + 1, ROW_MULTIPLE)
+    keys, rows = cache.capacity_tokens, demand.k_max + 1 + demand.recomputed
+    rows = rows if on_gpu else round_up(rows, ROW_MULTIPLE)
     history = statistics = 0
     if demand.history is not None:
         held = History(c, demand.batch, keys, demand.history, device=META, backend=demand.backend)

@@ -236,3 +236,26 @@ def test_float8_copies_are_counted_where_a_policy_drafts_with_them(tiny_model):
     held = model.decoder.in_float8()
     copied = sum(getattr(layer, n).nbytes for layer in held.layers for n in ("qkv", "out", "gate_up", "down"))
     assert copied + held.head.nbytes <= with_copies.float8 <= 1.3 * (copied + held.head.nbytes)
+
+
+def test_corrections_summaries_and_lookahead_count(tiny_model):
+    """A full round's block holds what the partial ones before it may have committed."""
+    model = tiny_model("llama", head_dim=64)
+    full = {"drafter": {"kind": "model", "model": "d"}, "controller": {"kind": "fixed", "k": 3}}
+    kv = {"mode": "partial", "full_period": 6, "scope": "model", "budget": 64}
+    heads = {"draft": [[0, 1]]}
+    hybrid = {**full, "verify_kv": {**kv, "source": "hybrid", "lookahead_tokens": 8}, "scoring_heads": heads}
+    pages = {**full, "verify_kv": {**kv, "source": "page_bound", "page": 16, "scope": "layer"}}
+    never = {**full, "verify_kv": {**kv, "full_period": 0}}
+    whole, hybrid, pages, never = (policy_from_mapping(p) for p in (full, hybrid, pages, never))
+    assert [job.most_recomputed([p]) for p in (whole, hybrid, pages, never)] == [
+        0,
+        32,
+        32,
+        0,
+    ]  # 5 rounds of 4, in sixteens
+    demand, corrected, paged = (job.memory_demand(model, 400, 2, [p]) for p in (whole, hybrid, pages))
+    assert predict(corrected).logits == predict(demand).logits // 4 * 36
+    assert job.summary_bytes(demand, 2, [whole]) == 0
+    assert job.summary_bytes(paged, 2, [pages]) == predict(paged).kv_cache // 16
+    assert job.summary_bytes(corrected, 2, [hybrid]) == 4 * 3 * 2 * corrected.capacity_tokens
