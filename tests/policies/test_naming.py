@@ -17,6 +17,25 @@ NAMES = {
         "draft_kv": {"budget_frac": 0.05},
     },
     "fixed-k4-b512-d0.9-r4": {"controller": FIXED, "draft_kv": {"decay": 0.9, "refresh_rounds": 4}},
+    "fixed-k4-b512-history512-p4": {"controller": FIXED, "verify_kv": {"mode": "partial", "full_period": 4}},
+    "lookup-fixed-k4-b512-recent64-p0": {
+        "controller": FIXED,
+        "drafter": {"kind": "lookup"},
+        "verify_kv": {"mode": "partial", "full_period": 0, "source": "recent", "recent": 60},
+    },
+    "model-fixed-k4-b512-hybrid128-m32-p0": {
+        "controller": FIXED,
+        "drafter": {"kind": "model", "model": "small"},
+        "verify_kv": {
+            "mode": "partial",
+            "full_period": 0,
+            "source": "hybrid",
+            "budget": 128,
+            "lookahead_tokens": 32,
+            "scope": "model",
+        },
+        "scoring_heads": {"draft": [[0, 0]]},
+    },
     "none-k0-b512": {"drafter": {"kind": "none"}},
 }
 
@@ -25,4 +44,5 @@ NAMES = {
 @pytest.mark.parametrize("name", NAMES)
 def test_a_name_says_what_differs(name, complete):
     plain = to_plain(policy_from_mapping(NAMES[name]), complete=complete)
-    assert short_name(plain["drafter"], plain["controller"], plain["draft_kv"]) == name
+    parts = (plain[part] for part in ("drafter", "controller", "draft_kv", "verify_kv"))
+    assert short_name(*parts) == name
