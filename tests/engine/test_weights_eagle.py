@@ -111,7 +111,7 @@ def test_pickled_tensors_are_read_and_anything_else_refused(decoder, folder):
         def __reduce__(self):
             return (pytest.fail, ("the file was executed",))
 
-    (folder / "pytorch_model.bin").write_bytes(pickle.dumps({"fc.weight": Trap()}))
+    (folder / "pytorch_model.bin").write_bytes(pickle.dumps({"fc.weight": Trap()}, protocol=2))
     with pytest.raises(UserError, match="holds more than tensors"):
         load_head(folder, decoder)
 
