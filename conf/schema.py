@@ -113,5 +113,5 @@ def _merge(policy: Policy, overrides: dict[str, Any]) -> dict[str, Any]:
         if plain["drafter"]["kind"] == "none" and plain["controller"]["kind"] != "none":
             plain["drafter"] = {"kind": "sparse_self"}
         plain |= {"expected": None, "measured": None, "provenance": None}
-        plain["name"] = short_name(*(plain[part] for part in PARTS), plain["verify_kv"])
+        plain["name"] = short_name(plain["drafter"], plain["controller"], plain["draft_kv"], plain["verify_kv"])
     return plain
