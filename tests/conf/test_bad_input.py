@@ -123,7 +123,7 @@ class TestSettings:
             (("replay",), "trace is missing; add trace=DIR, or workload=NAME"),
             (("replay", "trace=model"), "model is not a trace: it has no meta.json; check the path"),
             (("replay", "trace=text.txt"), "text.txt is not a trace"),
-            (("simulate",), "unknown verb 'simulate'; use one of record, calibrate, replay"),
+            (("simulate",), "unknown verb 'simulate'; use one of record, calibrate, "),
             (("run", "promt=x"), "Could not override 'promt'"),
             (("run", "prompt"), "missing EQUAL"),
             (("run", "--verbose", "prompt=x"), "unknown option --verbose; use setting=value"),
