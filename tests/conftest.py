@@ -4,6 +4,9 @@ Fixtures that make things return functions, since test files import no helpers.
 """
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -214,3 +217,32 @@ def write_gguf():
         return path
 
     return write
+
+
+@pytest.fixture(scope="module")
+def one_thread():
+    """Tiny models are faster so, and far faster beside other work."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def in_interpreter():
+    """in_interpreter(test file, names) runs case files beside it in a process that chose Triton's interpreter.
+
+    It must be chosen before the kernels are imported.
+    """
+
+    def run(test_file: str, *names: str) -> None:
+        pytest.importorskip("triton")
+        files = [str(Path(test_file).with_name(name)) for name in names]
+        command = [sys.executable, "-m", "pytest", "-q", "--import-mode=importlib", "-p", "no:cacheprovider", *files]
+        environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+        assert " passed" in done.stdout
+        assert "skipped" not in done.stdout
+
+    return run

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import torch
 
 from specdial.conf import cli as command
 from specdial.simulator.synthetic import Shape, write_synthetic_costs, write_trace
@@ -20,12 +19,8 @@ class Result:
 
 
 @pytest.fixture(autouse=True)
-def one_thread():
-    """Tiny models are faster so, and far faster beside other work."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+def one_thread_always(one_thread):
+    """See one_thread."""
 
 
 @pytest.fixture

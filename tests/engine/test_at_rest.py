@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from specdial.engine.graphs import WARMUP_RUNS, Graphs
+from specdial.engine.graphs import WARMUP_RUNS
 from specdial.engine.history import HistorySpec
 from specdial.engine.loop import Decoding
 from specdial.engine.sampling import Sampling
@@ -25,31 +25,6 @@ POLICIES = {
 }
 SAMPLINGS = {"greedy": Sampling(), "sampled": Sampling(temperature=0.8, top_p=0.95, seed=5)}
 LASTING = ("pending", "before", "room")
-
-
-class Played(Graphs):
-    """Graphs that are only played: `runs` times practised when new, and then called.
-
-    frozen: what is called is what was new, as a captured graph goes on reading the buffers it was captured with.
-    """
-
-    def __init__(self, sequences: Sequences, *, runs: int, frozen: bool) -> None:
-        super().__init__("cpu", sequences._at_rest)
-        self.enabled, self.runs, self.frozen = True, runs, frozen
-        self.first: dict[object, object] = {}
-
-    def run(self, key, function, *inputs):
-        if self._capturing:
-            return function(*inputs)
-        self._capturing = True
-        if key not in self.first:
-            self.first[key] = function
-            with self._at_rest():
-                for _ in range(self.runs):
-                    function(*inputs)
-        result = (self.first[key] if self.frozen else function)(*inputs)
-        self._capturing = False
-        return result
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +62,7 @@ def told(r):
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 @pytest.mark.parametrize("spec", [HistorySpec(16, 1), HistorySpec(16, 16), HistorySpec(16, 1, decay=0.9)])
 @pytest.mark.parametrize("name", POLICIES)
-def test_practice_changes_nothing_that_lasts(make, name, spec, sampling):
+def test_practice_changes_nothing_that_lasts(played, make, name, spec, sampling):
     page = spec.page
     changes = {"draft_kv": {**POLICIES[name]["draft_kv"], "page": page}} if "draft_kv" in POLICIES[name] else {}
     if page > 1 and changes:
@@ -96,7 +71,7 @@ def test_practice_changes_nothing_that_lasts(make, name, spec, sampling):
     found = []
     for runs in (0, WARMUP_RUNS):
         s = make(spec)
-        s.graphs = Played(s, runs=runs, frozen=name in ("plain", "whole rounds"))  # the others hand on new buffers here
+        s.graphs = played(s, runs=runs, frozen=name in ("plain", "whole rounds"))  # the others hand on new buffers here
         for _ in range(2):  # the second time everything is captured
             s.rewind()
             rounds, states = decode(s, policy, SAMPLINGS[sampling])
@@ -119,11 +94,11 @@ def test_practice_changes_nothing_that_lasts(make, name, spec, sampling):
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 @pytest.mark.parametrize("name", ["step by step", "early stops"])
-def test_a_round_whose_first_draft_started_early_is_the_same_round(make, name, sampling):
+def test_a_round_whose_first_draft_started_early_is_the_same_round(played, make, name, sampling):
     policy = policy_from_mapping(POLICIES[name])
     s = make(HistorySpec(16, 1))
     want = [told(r) for r in decode(s, policy, SAMPLINGS[sampling])[0]]
-    s.graphs = Played(s, runs=WARMUP_RUNS, frozen=False)
+    s.graphs = played(s, runs=WARMUP_RUNS, frozen=False)
     s.rewind()
     decoding = Decoding(s, policy, SAMPLINGS[sampling], [0, 1, 2])
     got, opened = [], 0
@@ -162,13 +137,13 @@ def read_along(tiny_model):
     ("name", "kind"),
     [("quest", "fixed"), ("quest", "entropy"), ("model", "fixed"), ("model", "entropy"), ("lookup", "fixed")],
 )
-def test_practice_changes_nothing_that_drafters_keep(read_along, name, kind):
+def test_practice_changes_nothing_that_drafters_keep(played, read_along, name, kind):
     controller = CONTROLLERS[kind]
     policy, plain = (policy_from_mapping(p) for p in ({**DRAFTERS[name], "controller": controller}, POLICIES["plain"]))
     found = []
     for runs in (0, WARMUP_RUNS):
         s = read_along()
-        s.graphs = Played(s, runs=runs, frozen=kind == "fixed" and name != "lookup")
+        s.graphs = played(s, runs=runs, frozen=kind == "fixed" and name != "lookup")
         Decoding(s, plain, Sampling(), [0, 1, 2]).decode_round()  # what drafters missed they make up for
         rounds, states = decode(s, policy, Sampling())
         s.rewind()
@@ -178,10 +153,10 @@ def test_practice_changes_nothing_that_drafters_keep(read_along, name, kind):
     assert any(r.accepted.sum() for r in rounds) or name == "lookup"
 
 
-def test_a_policy_captured_in_the_middle_of_another_ones_run(make):
+def test_a_policy_captured_in_the_middle_of_another_ones_run(played, make):
     """Graphs are shared by policies of one batch: practising one leaves the state of the last one's rounds alone."""
     s = make(HistorySpec(16, 1))
-    s.graphs = Played(s, runs=WARMUP_RUNS, frozen=False)
+    s.graphs = played(s, runs=WARMUP_RUNS, frozen=False)
     four, rate = (policy_from_mapping(POLICIES[name]) for name in ("whole rounds", "step by step"))
     plain, _ = decode(s, policy_from_mapping(POLICIES["plain"]), Sampling())
     want = [list(t) for t in s.tokens]
@@ -194,10 +169,10 @@ def test_a_policy_captured_in_the_middle_of_another_ones_run(make):
     assert len(plain) > 2
 
 
-def test_a_rest_that_lets_sequences_emit_is_noticed(make):
+def test_a_rest_that_lets_sequences_emit_is_noticed(played, make):
     """The test above would see a practice run that commits."""
     s = make(HistorySpec(16, 1))
-    s.graphs = Played(s, runs=WARMUP_RUNS, frozen=False)
+    s.graphs = played(s, runs=WARMUP_RUNS, frozen=False)
     s.rewind()
     before = s.cache.lengths.tolist()
     decoding = Decoding(s, policy_from_mapping(POLICIES["whole rounds"]), Sampling(), [0, 1, 2])

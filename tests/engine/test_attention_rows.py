@@ -16,14 +16,7 @@ from specdial.engine.workloads import WorkloadSpec, build
 from specdial.kernels.head_scores import head_scores
 from specdial.policies.errors import UserError
 
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Tiny models are faster so, and far faster beside other work."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def prefilled(decoder, prompt, capacity=512):

@@ -9,7 +9,6 @@ import pytest
 
 from specdial.engine.cache import KVCache
 from specdial.engine.drafters.model import ModelDrafter
-from specdial.engine.graphs import WARMUP_RUNS, Graphs
 from specdial.engine.loop import Decoding
 from specdial.engine.sampling import Sampling
 from specdial.engine.sequences import Sequences
@@ -23,28 +22,6 @@ DRAFTERS = {
     "quest": {"drafter": {"kind": "quest"}, "draft_kv": PAGES},
 }
 CASES = [(name, kind) for name in DRAFTERS for kind in (FIXED, RATE) if (name, kind) != ("lookup", RATE)]
-
-
-class Played(Graphs):
-    """Graphs that are only played; see the module's first lines."""
-
-    def __init__(self, sequences: Sequences) -> None:
-        super().__init__("cpu", sequences._at_rest)
-        self.enabled = True
-        self.first: dict[object, object] = {}
-
-    def run(self, key, function, *inputs):
-        if self._capturing:
-            return function(*inputs)
-        self._capturing = True
-        if key not in self.first:
-            self.first[key] = function
-            with self._at_rest():
-                for _ in range(WARMUP_RUNS):
-                    function(*inputs)
-        result = self.first[key](*inputs)
-        self._capturing = False
-        return result
 
 
 @pytest.fixture
@@ -68,11 +45,11 @@ def outcome(s, policy, sampling):
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.8, seed=5)], ids=["greedy", "sampled"])
 @pytest.mark.parametrize(("name", "controller"), CASES, ids=[f"{n}-{c['kind']}" for n, c in CASES])
-def test_captured_rounds_are_the_plain_calls_rounds(make, monkeypatch, name, controller, sampling):
+def test_captured_rounds_are_the_plain_calls_rounds(played, make, monkeypatch, name, controller, sampling):
     policy = policy_from_mapping({"controller": controller, **DRAFTERS[name]})
     s = make()
     want = outcome(s, policy, sampling)
-    s.graphs = Played(s)
+    s.graphs = played(s)
     monkeypatch.setattr(Decoding, "_may_run_ahead", lambda self: False)
     for _ in range(2):  # the second time a new drafter finds everything captured
         s.rewind()
@@ -81,12 +58,12 @@ def test_captured_rounds_are_the_plain_calls_rounds(make, monkeypatch, name, con
 
 
 @pytest.mark.parametrize("name", ["model", "quest"])
-def test_rounds_started_before_the_last_one_is_read(make, monkeypatch, name):
+def test_rounds_started_before_the_last_one_is_read(played, make, monkeypatch, name):
     """The host is a round behind: a draft model must not take what it has not heard of for missing."""
     policy = policy_from_mapping({"controller": FIXED, **DRAFTERS[name]})
     s = make()
     want = outcome(s, policy, Sampling())
-    s.graphs = Played(s)
+    s.graphs = played(s)
     monkeypatch.setattr(KVCache, "width", lambda self, block_tokens: self.capacity_tokens)  # as on a GPU
     monkeypatch.setattr(ModelDrafter, "_catch_up", None)
     s.rewind()
@@ -97,9 +74,9 @@ def test_rounds_started_before_the_last_one_is_read(make, monkeypatch, name):
     assert [(r.k.tolist(), r.accepted.tolist()) for r in rounds] == want[1]
 
 
-def test_lookup_never_starts_before_it_has_seen_the_last_round(make):
+def test_lookup_never_starts_before_it_has_seen_the_last_round(played, make):
     s = make()
-    s.graphs = Played(s)
+    s.graphs = played(s)
     policy = policy_from_mapping({"controller": FIXED, **DRAFTERS["lookup"]})
     assert not Decoding(s, policy, Sampling(), [0, 1, 2])._may_run_ahead()
     assert Decoding(s, plain_policy(), Sampling(), [0, 1, 2])._may_run_ahead()

@@ -4,18 +4,12 @@ A pass that is new runs twice inside `at_rest`; afterwards the first function of
 goes on reading the buffers that it was captured with.
 """
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
 
 from specdial.engine.cache import KVCache
 from specdial.engine.eagle_training import new_head
-from specdial.engine.graphs import WARMUP_RUNS, Graphs
 from specdial.engine.loop import Decoding
 from specdial.engine.sampling import Sampling
 from specdial.engine.sequences import Sequences
@@ -28,28 +22,6 @@ CASES = {
     "rate": {"controller": RATE},
     "gaps": {"controller": FIXED, "cells": [SILENT]},
 }
-
-
-class Played(Graphs):
-    """Graphs that are only played; see the module's first lines."""
-
-    def __init__(self, sequences: Sequences) -> None:
-        super().__init__("cpu", sequences._at_rest)
-        self.enabled = True
-        self.first: dict[object, object] = {}
-
-    def run(self, key, function, *inputs):
-        if self._capturing:
-            return function(*inputs)
-        self._capturing = True
-        if key not in self.first:
-            self.first[key] = function
-            with self._at_rest():
-                for _ in range(WARMUP_RUNS):
-                    function(*inputs)
-        result = self.first[key](*inputs)
-        self._capturing = False
-        return result
 
 
 @pytest.fixture
@@ -76,9 +48,9 @@ def outcome(s, policy, sampling):
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.8, seed=5)], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("name", CASES)
-def test_captured_rounds_are_the_plain_calls_rounds(s, monkeypatch, name, sampling):
+def test_captured_rounds_are_the_plain_calls_rounds(played, s, monkeypatch, name, sampling):
     want = outcome(s, policy(name), sampling)
-    s.graphs = Played(s)
+    s.graphs = played(s)
     monkeypatch.setattr(Decoding, "_may_run_ahead", lambda self: False)
     for _ in range(2):  # the second time a new drafter finds everything captured
         s.rewind()
@@ -88,9 +60,9 @@ def test_captured_rounds_are_the_plain_calls_rounds(s, monkeypatch, name, sampli
     assert sum(sum(accepted) for _, accepted, _ in want[1]) > 0
 
 
-def test_rounds_started_before_the_last_one_is_read(s, monkeypatch):
+def test_rounds_started_before_the_last_one_is_read(played, s, monkeypatch):
     want = outcome(s, policy("fixed"), Sampling())
-    s.graphs = Played(s)
+    s.graphs = played(s)
     monkeypatch.setattr(KVCache, "width", lambda self, block_tokens: self.capacity_tokens)  # as on a GPU
     s.rewind()
     decoding = Decoding(s, policy("fixed"), Sampling(), [0, 1, 2])
@@ -100,13 +72,5 @@ def test_rounds_started_before_the_last_one_is_read(s, monkeypatch):
     assert [(r.k.tolist(), r.accepted.tolist()) for r in rounds] == [r[:2] for r in want[1]]
 
 
-def test_drafts_in_the_interpreter():
-    """In a process of its own: the interpreter must be chosen before the kernels are imported."""
-    pytest.importorskip("triton")
-    file = str(Path(__file__).with_name("interpreted_eagle.py"))
-    command = [sys.executable, "-m", "pytest", "-q", "--import-mode=importlib", "-p", "no:cacheprovider", file]
-    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
-    assert " passed" in done.stdout
-    assert "skipped" not in done.stdout
+def test_drafts_in_the_interpreter(in_interpreter):
+    in_interpreter(__file__, "interpreted_eagle.py")

@@ -25,12 +25,7 @@ LOSSY = {
 WHOLE = {**LOSSY, "name": "whole", "verify_kv": {**KV, "recent": 5000, "full_period": 0}}
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")

@@ -69,13 +69,7 @@ def prompts(*lengths):
     return [np.random.default_rng(seed).integers(0, 256, tokens).tolist() for seed, tokens in enumerate(lengths)]
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Tiny models are faster so, and far faster beside other work."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,6 @@ import pytest
 
 from specdial.engine.cache import KVCache
 from specdial.engine.drafters.model import ModelDrafter
-from specdial.engine.graphs import WARMUP_RUNS, Graphs
 from specdial.engine.job import history_spec
 from specdial.engine.loop import Decoding
 from specdial.engine.sampling import Sampling
@@ -36,28 +35,20 @@ SOURCES = {
 FIXED, RATE = {"kind": "fixed", "k": 3}, {"kind": "rate", "gamma": 0.1, "k_max": 4}
 
 
-class Played(Graphs):
-    """Graphs that are only played; see the module's first lines."""
+@pytest.fixture
+def sharing(played):
+    """Graphs played for decodings that come after each other: one that is gone has the plan of the present one."""
 
-    def __init__(self, sequences):
-        super().__init__("cpu", sequences._at_rest)
-        self.enabled = True
-        self.first, self.decodings = {}, []
+    class Sharing(played):
+        def __init__(self, sequences):
+            super().__init__(sequences)
+            self.decodings = []
 
-    def run(self, key, function, *inputs):
-        if self._capturing:
-            return function(*inputs)
-        self._capturing = True
-        if key not in self.first:
-            self.first[key] = function
-            with self._at_rest():
-                for _ in range(WARMUP_RUNS):
-                    function(*inputs)
-        for gone in self.decodings:
-            gone._plan = self.decodings[-1]._plan
-        result = self.first[key](*inputs)
-        self._capturing = False
-        return result
+        def before_call(self):
+            for gone in self.decodings:
+                gone._plan = self.decodings[-1]._plan
+
+    return Sharing
 
 
 @pytest.fixture
@@ -84,7 +75,7 @@ def made(name, controller, period):
 
 def outcome(s, policy):
     decoding = Decoding(s, policy, Sampling(), [0, 1, 2])
-    if isinstance(s.graphs, Played):
+    if s.graphs.enabled:
         s.graphs.decodings.append(decoding)
     rounds = list(decoding.rounds())
     return [list(t) for t in s.tokens], [(r.mode, r.k.tolist(), r.accepted.tolist()) for r in rounds]
@@ -92,14 +83,14 @@ def outcome(s, policy):
 
 @pytest.mark.parametrize("period", [0, 3])
 @pytest.mark.parametrize("name", SOURCES)
-def test_captured_rounds_are_the_plain_calls_rounds(make, monkeypatch, name, period):
+def test_captured_rounds_are_the_plain_calls_rounds(sharing, make, monkeypatch, name, period):
     monkeypatch.setattr(KVCache, "width", lambda self, block_tokens: self.capacity_tokens)  # as on a GPU
     for controller in (FIXED,) if name == "heads" else (FIXED, RATE):
         policy = made(name, controller, period)
         s = make(policy)
         want = outcome(s, policy)
         assert {mode for mode, _, _ in want[1]} == ({"partial", "full"} if period else {"partial"})
-        s.graphs = Played(s)
+        s.graphs = sharing(s)
         monkeypatch.setattr(Decoding, "_may_run_ahead", lambda self: False)
         for _ in range(2):  # the second time a new decoding finds everything captured
             s.rewind()
@@ -108,13 +99,13 @@ def test_captured_rounds_are_the_plain_calls_rounds(make, monkeypatch, name, per
 
 @pytest.mark.parametrize("period", [0, 3])
 @pytest.mark.parametrize("name", ["recent", "history", "hybrid", "page_bound"])
-def test_rounds_started_before_the_last_one_is_read(make, monkeypatch, name, period):
+def test_rounds_started_before_the_last_one_is_read(sharing, make, monkeypatch, name, period):
     """Only rounds that must know what there is to correct wait for it."""
     policy = made(name, FIXED, period)
     s = make(policy)
     monkeypatch.setattr(KVCache, "width", lambda self, block_tokens: self.capacity_tokens)  # as on a GPU
     want = outcome(s, policy)
-    s.graphs = Played(s)
+    s.graphs = sharing(s)
     monkeypatch.setattr(ModelDrafter, "_catch_up", None)
     s.rewind()
     decoding = Decoding(s, policy, Sampling(), [0, 1, 2])

@@ -6,7 +6,6 @@ from contextlib import redirect_stdout
 
 import numpy as np
 import pytest
-import torch
 
 from specdial.engine.trace.reader import read_costs, read_trace
 from specdial.engine.verbs import calibrate, record, run, validate
@@ -22,22 +21,7 @@ RATE = {"name": "rate", "controller": {"kind": "rate", "k_max": 6, "gamma": 0.2}
 TIMES = ("draft_us", "verify_us", "select_us", "host_us")
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Tiny models are faster so, and far faster beside other work."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture
-def shared(tiny_checkpoint, tmp_path):
-    """Settings that verbs with a workload share: three documents of 96 tokens and 20 new ones."""
-    text = tmp_path / "text.txt"
-    text.write_text("\n\n".join(f"The {i}th paragraph, on {i * i} things that happened." for i in range(200)))
-    workload = {"kind": "file", "path": str(text), "context_tokens": 96, "documents": 3, "new_tokens": 20}
-    return {"model": {"source": str(tiny_checkpoint("llama")), "device": "cpu"}, "workload": workload}
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def rows(table, *, without=()):

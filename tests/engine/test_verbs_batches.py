@@ -6,7 +6,6 @@ import weakref
 
 import numpy as np
 import pytest
-import torch
 
 from specdial.engine import batches
 from specdial.engine.batches import Batches
@@ -30,13 +29,7 @@ POLICIES = [
 SAMPLINGS = [Sampling(), Sampling(temperature=0.8, seed=5)]
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Tiny models are faster so, and far faster beside other work."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture

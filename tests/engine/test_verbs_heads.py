@@ -15,14 +15,7 @@ from specdial.engine.verbs import heads
 from specdial.engine.weights import load_model
 from specdial.policies.errors import UserError
 
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Tiny models are faster so, and far faster beside other work."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture

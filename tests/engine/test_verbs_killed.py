@@ -10,7 +10,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from specdial.engine.trace.reader import read_trace
 from specdial.engine.verbs import record
@@ -43,13 +42,7 @@ for kill in json.loads(sys.argv[2]):
 """
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """Tiny models are faster so, and far faster beside other work."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")

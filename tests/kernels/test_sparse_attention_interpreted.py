@@ -1,24 +1,7 @@
-"""Runs the interpreter's cases of sparse attention, selection and page summaries in a process of their own.
-
-The interpreter must be chosen before the kernels are imported.
-"""
-
-import os
-import subprocess
-import sys
-from pathlib import Path
-
-import pytest
-
-CASES = ("interpreted_sparse_attention.py", "interpreted_selection.py", "interpreted_page_summary.py")
+"""Runs the interpreter's cases of sparse attention, selection and page summaries in a process of their own."""
 
 
-def test_kernels_in_the_interpreter() -> None:
-    pytest.importorskip("triton")
-    files = [str(Path(__file__).with_name(name)) for name in CASES]
-    command = [sys.executable, "-m", "pytest", "-q", "--import-mode=importlib", "-p", "no:cacheprovider", *files]
-    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
-    assert " passed" in done.stdout
-    assert "skipped" not in done.stdout
+def test_kernels_in_the_interpreter(in_interpreter) -> None:
+    in_interpreter(
+        __file__, "interpreted_sparse_attention.py", "interpreted_selection.py", "interpreted_page_summary.py"
+    )
