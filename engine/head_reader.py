@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from specdial.engine.cache import KVCache
-from specdial.engine.models.decoder import Attend, Decoder
+from specdial.engine.models.decoder import Decoder, Taps
 from specdial.engine.models.eagle import EagleHead
 from specdial.kernels.full_attention import full_attention
 
@@ -166,13 +166,14 @@ class HeadReader:
         self.cache.copy_from(one.cache)
 
 
-def forward_tapped(
-    decoder: Decoder, tokens: Tensor, positions: Tensor, attend: Attend, readers: Collection[HeadReader]
-) -> tuple[Tensor, list[Tensor]]:
-    """`Decoder.forward`, and each reader's taps of it, [len(taps), B, T, target_hidden].
+def tap_buffers(decoder: Decoder, rows: torch.Size, readers: Collection[HeadReader]) -> Taps:
+    """Room for what these readers' heads want of a pass over tokens of shape `rows`, [B, T], layer by layer.
 
-    On a GPU too through plain operations, several kernels where the fused passes have one: those keep no taps.
+    Made by the pass that fills it, so that a captured one finds it where it was.
     """
-    layers = tuple(sorted({layer for reader in readers for layer in reader.head.config.taps}))
-    hidden, taps = decoder.forward_with_taps(tokens, positions, attend, layers)
-    return hidden, [torch.stack([taps[layers.index(layer)] for layer in reader.head.config.taps]) for reader in readers]
+    return decoder.tap_buffers(rows, {layer for reader in readers for layer in reader.head.config.taps})
+
+
+def taps_of(reader: HeadReader, taps: Taps) -> Tensor:
+    """A reader's taps, [len(taps), B, T, target_hidden], of those that a pass left."""
+    return torch.stack([taps[layer] for layer in reader.head.config.taps])

@@ -24,7 +24,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from specdial.engine.cache import round_up
-from specdial.engine.head_reader import forward_tapped
+from specdial.engine.head_reader import tap_buffers, taps_of
 from specdial.engine.history import History
 from specdial.engine.models.decoder import AttendCached
 
@@ -90,27 +90,26 @@ def _tail(s: Sequences, history: History, b: int, tokens: Tensor, *, start: int)
 def _forward(s: Sequences, b: int, tokens: Tensor, start: int, attend: AttendCached) -> None:
     """Run the decoder over tokens [1, T] of sequence b, their keys written before `attend` reads them.
 
-    Heads that read along get the hidden states of their layers, which only the plain operations keep.
+    Heads that read along get the hidden states of their layers.
     """
-    if s.cache.on_gpu and not s.heads:
-        lengths = torch.full((1,), start, device=tokens.device)
-        whole = s.cache.capacity_tokens
-        s.decoder.forward_cached(
-            tokens, lengths, lambda layer: s.cache.view_one(layer, b, whole), attend, backend=s.backend
-        )
-        return
+    readers = s.heads.values()
+    taps = tap_buffers(s.decoder, tokens.shape, readers)
 
     def keep(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         s.cache.write_one(layer, b, start, k, v)
         return attend(layer, q)
 
-    positions = torch.arange(start, start + tokens.shape[1], device=tokens.device)[None]  # [1, T]
-    if not s.heads:
-        s.decoder.forward(tokens, positions, keep)
-        return
-    readers = list(s.heads.values())
-    for reader, taps in zip(readers, forward_tapped(s.decoder, tokens, positions, keep, readers)[1]):
-        reader.prefill(b, start, taps)
+    if s.cache.on_gpu:
+        lengths = torch.full((1,), start, device=tokens.device)
+        whole = s.cache.capacity_tokens
+        s.decoder.forward_cached(
+            tokens, lengths, lambda layer: s.cache.view_one(layer, b, whole), attend, backend=s.backend, taps=taps
+        )
+    else:
+        positions = torch.arange(start, start + tokens.shape[1])[None]  # [1, T]
+        s.decoder.forward(tokens, positions, keep, taps)
+    for reader in readers:
+        reader.prefill(b, start, taps_of(reader, taps))
 
 
 def causal_attention(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:

@@ -20,9 +20,9 @@ from torch import Tensor
 
 from specdial.engine.cache import KVCache, round_up
 from specdial.engine.graphs import Graphs
-from specdial.engine.head_reader import HeadReader, forward_tapped
+from specdial.engine.head_reader import HeadReader, tap_buffers, taps_of
 from specdial.engine.history import History, HistorySpec, Rows
-from specdial.engine.models.decoder import AttendCached, Decoder
+from specdial.engine.models.decoder import AttendCached, Decoder, Taps
 from specdial.engine.models.eagle import EagleHead
 from specdial.engine.prefill import ROW_MULTIPLE, prefill_one
 from specdial.engine.round_state import RoundState, to_device
@@ -255,18 +255,25 @@ class Sequences:
     def forward_rows(self, tokens: Tensor, lengths: Tensor, attend: AttendCached, *, float8: bool = False) -> Tensor:
         """Logits [B, T, V] of tokens [B, T] at positions lengths[b] + t, their keys written to the cache.
 
-        On a GPU through the fused kernels, few rows through the most fused ones; on a CPU, and while heads are shown
-        the hidden states, through the plain ones.
+        On a GPU through the fused kernels, few rows through the most fused ones; on a CPU through plain operations.
         float8: by float8 copies of the weights, on a GPU and for few rows only.
         """
-        fused = self.cache.on_gpu and not self._tapping
-        if fused and tokens.numel() <= MAX_ROWS:
+        taps = tap_buffers(self.decoder, tokens.shape, self._tapping)
+        logits = self._rows(tokens, lengths, attend, taps, float8)
+        for reader in self._tapping:
+            reader.see(taps_of(reader, taps))
+        return logits
+
+    def _rows(self, tokens: Tensor, lengths: Tensor, attend: AttendCached, taps: Taps, float8: bool) -> Tensor:
+        if self.cache.on_gpu and tokens.numel() <= MAX_ROWS:
             step = self.decoder.fused_step(float8=float8)
-            return step.logits(tokens, lengths, self.cache.layer, attend, backend=self.backend)
+            return step.logits(tokens, lengths, self.cache.layer, attend, backend=self.backend, taps=taps)
         if float8:
             raise ValueError(f"float8 weights serve up to {MAX_ROWS} rows on a GPU")
-        if fused:
-            hidden = self.decoder.forward_cached(tokens, lengths, self.cache.layer, attend, backend=self.backend)
+        if self.cache.on_gpu:
+            hidden = self.decoder.forward_cached(
+                tokens, lengths, self.cache.layer, attend, backend=self.backend, taps=taps
+            )
             return self.decoder.logits(hidden)
         positions = lengths[:, None] + torch.arange(tokens.shape[1], device=tokens.device)  # [B, T]
 
@@ -277,12 +284,7 @@ class Sequences:
                 self.cache.write_at(layer, k, v, positions)
             return attend(layer, q)
 
-        if not self._tapping:
-            return self.decoder.logits(self.decoder.forward(tokens, positions, keep))
-        hidden, taps = forward_tapped(self.decoder, tokens, positions, keep, self._tapping)
-        for reader, seen in zip(self._tapping, taps):
-            reader.see(seen)
-        return self.decoder.logits(hidden)
+        return self.decoder.logits(self.decoder.forward(tokens, positions, keep, taps))
 
     def advance(self, block: Block, counts: Tensor) -> None:
         """Take the first counts[b] rows of a block as committed, on the device: into history, then the lengths. [B]"""

@@ -6,8 +6,9 @@ Every operation here works row by row, so a token's result depends on other toke
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import torch
@@ -33,6 +34,9 @@ Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 AttendCached = Callable[[int, Tensor], Tensor]
 # cache(layer) -> keys and values [B, Hk, S, D] to write into.
 CacheOf = Callable[[int], tuple[Tensor, Tensor]]
+# Buffers [B, T, hidden] by layer: a pass copies there the hidden states that enter the layer.
+Taps = Mapping[int, Tensor]
+NO_TAPS: Taps = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,29 +81,15 @@ class Decoder:
         return sum(t.numel() * t.element_size() for t in tensors)
 
     @torch.inference_mode()
-    def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+    def forward(self, tokens: Tensor, positions: Tensor, attend: Attend, taps: Taps = NO_TAPS) -> Tensor:
         """Hidden states [B, T, hidden] after the final norm, for tokens and positions [B, T] int64."""
-        return self._run(tokens, positions, attend, ())[0]
-
-    @torch.inference_mode()
-    def forward_with_taps(
-        self, tokens: Tensor, positions: Tensor, attend: Attend, taps: tuple[int, ...]
-    ) -> tuple[Tensor, Tensor]:
-        """As `forward`, and the hidden states entering layers `taps`, [len(taps), B, T, hidden]; EAGLE-3 reads them."""
-        hidden, tapped = self._run(tokens, positions, attend, taps)
-        return hidden, torch.stack([tapped[layer] for layer in taps])  # [len(taps), B, T, hidden]
-
-    def _run(
-        self, tokens: Tensor, positions: Tensor, attend: Attend, taps: tuple[int, ...]
-    ) -> tuple[Tensor, dict[int, Tensor]]:
         c = self.config
         widths = (c.heads * c.head_dim, c.kv_heads * c.head_dim, c.kv_heads * c.head_dim)
         cos, sin = cos_sin(positions, self._inverse, self._attention_factor)  # [B, T, 1, D] each
         x = F.embedding(tokens, self.embedding)  # [B, T, hidden]
-        tapped: dict[int, Tensor] = {}
         for index, layer in enumerate(self.layers):
             if index in taps:
-                tapped[index] = x
+                taps[index].copy_(x)
             normed = rms_norm(x, layer.attention_norm, c.norm_eps)
             q, k, v = F.linear(normed, layer.qkv, layer.qkv_bias).split(widths, -1)
             q = q.unflatten(-1, (c.heads, c.head_dim))  # [B, T, H, D]
@@ -111,11 +101,31 @@ class Decoder:
             x = x + F.linear(mixed.flatten(-2), layer.out)
             gate, up = F.linear(rms_norm(x, layer.mlp_norm, c.norm_eps), layer.gate_up).chunk(2, -1)
             x = x + F.linear(F.silu(gate) * up, layer.down)
-        return rms_norm(x, self.norm, c.norm_eps), tapped
+        return rms_norm(x, self.norm, c.norm_eps)
+
+    def forward_with_taps(
+        self, tokens: Tensor, positions: Tensor, attend: Attend, layers: tuple[int, ...]
+    ) -> tuple[Tensor, Tensor]:
+        """As `forward`, and the hidden states entering `layers`, [len(layers), B, T, hidden]; EAGLE-3 reads them."""
+        taps = self.tap_buffers(tokens.shape, layers)
+        hidden = self.forward(tokens, positions, attend, taps)
+        return hidden, torch.stack([taps[layer] for layer in layers])
+
+    def tap_buffers(self, rows: torch.Size, layers: Iterable[int]) -> Taps:
+        """Room for the hidden states that a pass over tokens of shape `rows`, [B, T], has before these layers."""
+        shape = (*rows, self.config.hidden)
+        return {layer: torch.empty(shape, device=self.device, dtype=self.dtype) for layer in layers}  # [B, T, hidden]
 
     @torch.inference_mode()
     def forward_cached(
-        self, tokens: Tensor, lengths: Tensor, cache: CacheOf, attend: AttendCached, *, backend: Backend
+        self,
+        tokens: Tensor,
+        lengths: Tensor,
+        cache: CacheOf,
+        attend: AttendCached,
+        *,
+        backend: Backend,
+        taps: Taps = NO_TAPS,
     ) -> Tensor:
         """As `forward` for rows at positions lengths[b] + t, with keys and values written straight into `cache`.
 
@@ -128,6 +138,8 @@ class Decoder:
         branch = F.embedding(tokens, self.embedding)  # [B, T, hidden]
         for index, layer in enumerate(self.layers):
             normed, x = add_rms_norm(branch, x, layer.attention_norm, c.norm_eps, backend=backend)
+            if index in taps:
+                taps[index].copy_(x)  # which later layers overwrite
             q = rope_and_cache(
                 F.linear(normed, layer.qkv, layer.qkv_bias),
                 lengths,

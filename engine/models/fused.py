@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specdial.engine.models.decoder import AttendCached, CacheOf, Decoder, float8_matrices
+from specdial.engine.models.decoder import NO_TAPS, AttendCached, CacheOf, Decoder, Taps, float8_matrices
 from specdial.kernels import Backend
 from specdial.kernels.linear import (
     LinearWorkspace,
@@ -63,7 +63,14 @@ class FusedStep:
 
     @torch.inference_mode()
     def logits(
-        self, tokens: Tensor, lengths: Tensor, cache: CacheOf, attend: AttendCached, *, backend: Backend
+        self,
+        tokens: Tensor,
+        lengths: Tensor,
+        cache: CacheOf,
+        attend: AttendCached,
+        *,
+        backend: Backend,
+        taps: Taps = NO_TAPS,
     ) -> Tensor:
         """[B, T, V] float32 of tokens [B, T] at positions lengths[b] + t, keys and values written into `cache`."""
         d, c = self.decoder, self.decoder.config
@@ -73,6 +80,8 @@ class FusedStep:
         x: Tensor | Prepared = add_rms_norm(h, None, d.layers[0].attention_norm, c.norm_eps, backend=backend)[0]
         norms_after = [*(layer.attention_norm for layer in d.layers[1:]), d.norm]
         for index, (layer, products, norm_after) in enumerate(zip(d.layers, self._products, norms_after)):
+            if index in taps:
+                taps[index].copy_(h)
             qkv = linear(x, products.qkv, bias=layer.qkv_bias, eps=c.norm_eps, out_dtype=d.dtype, **shared)
             q = rope_and_cache(
                 qkv, lengths, *cache(index), cos=cos, sin=sin, backend=backend, q_norm=layer.q_norm,

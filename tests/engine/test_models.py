@@ -160,26 +160,30 @@ def test_saved_rope_buffers_and_tied_heads_are_ignored(tiny_checkpoint, full_log
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
 def test_the_fused_pass_equals_the_plain_one(tiny_model, make_attend, architecture):
-    """forward_cached, on references: same hidden states, and the cache holds the keys that `attend` was given."""
+    """On references: same hidden states, same taps, and the cache holds the keys that `attend` was given."""
     decoder = tiny_model(architecture).decoder
     c, tokens = decoder.config, torch.arange(14).view(2, 7) * 9
     shape = (c.layers, 2, c.kv_heads, 20, c.head_dim)
     keys, values = torch.zeros(shape), torch.zeros(shape)
     attend = make_attend()
-    plain = decoder.forward(tokens, torch.arange(7).expand(2, 7), attend)
+    layers = (0, 2, 1)
+    plain, wanted = decoder.forward_with_taps(tokens, torch.arange(7).expand(2, 7), attend, layers)
 
     def mix(layer, q):
         return full_attention(q, keys[layer], values[layer], lengths, backend="reference")[0]
 
     lengths = torch.zeros(2, dtype=torch.int64)
-    fused = decoder.forward_cached(
-        tokens, lengths, lambda layer: (keys[layer], values[layer]), mix, backend="reference"
+    cached, fused = (decoder.tap_buffers(tokens.shape, layers) for _ in range(2))
+    hidden = decoder.forward_cached(
+        tokens, lengths, lambda layer: (keys[layer], values[layer]), mix, backend="reference", taps=cached
     )
-    assert torch.allclose(fused, plain, atol=1e-5)
-    few = decoder.fused_step(float8=False).logits(
-        tokens, lengths, lambda layer: (keys[layer], values[layer]), mix, backend="reference"
+    assert torch.allclose(hidden, plain, atol=1e-5)
+    logits = decoder.fused_step(float8=False).logits(
+        tokens, lengths, lambda layer: (keys[layer], values[layer]), mix, backend="reference", taps=fused
     )
-    assert torch.allclose(few, decoder.logits(plain), atol=1e-4)
+    assert torch.allclose(logits, decoder.logits(plain), atol=1e-4)
+    for taps in (cached, fused):
+        assert torch.allclose(torch.stack([taps[layer] for layer in layers]), wanted, atol=1e-5)
     for layer, (k, v) in attend.cache.items():
         assert torch.allclose(keys[layer, :, :, :7].transpose(1, 2), k, atol=1e-5)
         assert torch.allclose(values[layer, :, :, :7].transpose(1, 2), v, atol=1e-5)
