@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from specdial.engine.cache import KVCache
 from specdial.engine.loop import Decoding
 from specdial.engine.models.eagle import EagleHead, HeadConfig, HeadWeights, default_taps, head_shapes
 from specdial.engine.sampling import Sampling
@@ -210,3 +211,16 @@ def test_a_prompt_of_one_token_is_refused(decoder, head):
 def test_the_folder_of_the_head_must_be_named():
     with pytest.raises(UserError, match=r"drafter\.model is missing; name the folder"):
         policy_from_mapping({"drafter": {"kind": "eagle"}, "controller": CONTROLLERS["fixed"]})
+
+
+@pytest.mark.parametrize("most_rows", [64, 0])
+def test_fused_passes_leave_a_head_what_plain_ones_do(decoder, head, monkeypatch, most_rows):
+    """Few rows and many, on references: the same drafts, accepted alike."""
+    s = sequences(decoder, head)
+    tokens, rounds = decode(s, policy())
+    monkeypatch.setattr("specdial.engine.sequences.MAX_ROWS", most_rows)
+    monkeypatch.setattr(KVCache, "on_gpu", property(lambda cache: True))
+    again, fused = decode(s, policy())
+    assert again == tokens
+    assert [r.drafts.tolist() for r in fused] == [r.drafts.tolist() for r in rounds]
+    assert sum(int(r.accepted.sum()) for r in rounds) > 0
