@@ -2,7 +2,6 @@
 meta.json, written last, which names the directory complete. The reader refuses damage, one clear error per fault.
 """
 
-import io
 import json
 from collections.abc import Iterable
 from dataclasses import fields
@@ -10,7 +9,6 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from specdial.engine.trace.attention import (
     ATTENTION_SCHEMA,
@@ -25,7 +23,8 @@ from specdial.engine.trace.attention import (
     RowRun,
 )
 from specdial.engine.trace.reader import read_table
-from specdial.policies.artifact import write_bytes_atomic, write_json_atomic
+from specdial.engine.trace.writer import write_parquet, write_table
+from specdial.policies.artifact import write_json_atomic
 from specdial.policies.errors import UserError
 from specdial.policies.fields import parse, to_plain
 
@@ -49,14 +48,13 @@ def write_rows(out: Path, doc: int, kept: dict[tuple[str, int, int], KeptRows], 
         pa.array(np.concatenate([part.mass for part in parts]), type=pa.float32()),
         *(pa.ListArray.from_arrays(ends, pa.array(values, type=kind)) for values, kind in lists.values()),
     ]
-    _write(out / f"rows-{doc:05d}.parquet", pa.Table.from_arrays(columns, schema=ROWS))
+    write_parquet(out / f"rows-{doc:05d}.parquet", pa.Table.from_arrays(columns, schema=ROWS))
 
 
 def write_attention(out: Path, meta: AttentionMeta, heads: Iterable[HeadScore]) -> None:
     """Write the ranking, then meta.json; the documents' parts must be there."""
     plain = [to_plain(head) for head in heads]
-    columns = [pa.array([row[field.name] for row in plain], type=field.type) for field in HEADS]
-    _write(out / "heads.parquet", pa.Table.from_arrays(columns, schema=HEADS))
+    write_table(out / "heads.parquet", {field.name: [row[field.name] for row in plain] for field in HEADS}, HEADS)
     write_json_atomic(out / "meta.json", {"schema": ATTENTION_SCHEMA, **to_plain(meta)})
 
 
@@ -123,9 +121,3 @@ def _read_rows(path: Path, run: RowRun) -> DocumentRows:
         entries = slice(at[0], at[-1])
         kept[name] = KeptRows(keys[entries], weights[entries], at - at[0], mass[rows])
     return DocumentRows(run, kept)
-
-
-def _write(path: Path, table: pa.Table) -> None:
-    sink = io.BytesIO()
-    pq.write_table(table, sink, compression="zstd", write_page_checksum=True)
-    write_bytes_atomic(path, sink.getvalue())

@@ -60,8 +60,13 @@ def write_costs(out: Path, meta: dict[str, Any], rows: list[dict[str, Any]]) -> 
 def write_table(path: Path, columns: Columns, schema: pa.Schema) -> None:
     """Write columns as one Parquet file of exactly this schema, atomically."""
     arrays = [pa.array(columns[field.name], type=field.type, from_pandas=False) for field in schema]
+    write_parquet(path, pa.Table.from_arrays(arrays, schema=schema))
+
+
+def write_parquet(path: Path, table: pa.Table) -> None:
+    """Write a table atomically, with the page checksums that reading verifies."""
     sink = io.BytesIO()
-    pq.write_table(pa.Table.from_arrays(arrays, schema=schema), sink, compression="zstd", write_page_checksum=True)
+    pq.write_table(table, sink, compression="zstd", write_page_checksum=True)
     write_bytes_atomic(path, sink.getvalue())
 
 
