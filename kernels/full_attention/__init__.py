@@ -34,12 +34,16 @@ def full_attention(
     mass: bool | Literal["token", "page"] = False,
     page_tokens: int = TILE_TOKENS,
     splits: int | None = None,
+    ancestors: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Softmax attention over cached keys and the new block itself, causal inside the block.
+    """Softmax attention over cached keys and the new block itself, causal inside the block or along a tree.
 
     q: [B, T, H, D]; k_cache, v_cache: [B, Hk, S, D], the block's own keys already written at lengths[b] ..
     lengths[b]+T-1; lengths: [B] integer, keys cached before the block. Row t of sequence b sees keys 0 .. lengths[b]+t.
-    Strides are free except the last, which is 1. lengths[b] + T <= S is the caller's contract: it is not read here.
+    ancestors: [B, T, N] bool, instead of causal: of N keys written at lengths[b] .. lengths[b]+N-1, row t sees those
+    that ancestors[b, t] says, one at least, besides keys 0 .. lengths[b]-1. It goes without mass.
+    Strides are free except the last, which is 1. lengths[b] + T <= S (N for T) is the caller's contract: it is not
+    read here.
     On a device with early launch, lengths are read and keys before them asked for while the kernel just before may
     still run: they must be older than it.
     Returns out [B, T, H, D] and, with `mass`, the softmax weight every key received from each row, summed over the
@@ -50,17 +54,20 @@ def full_attention(
     _check(q, k_cache, v_cache, lengths, backend=backend, page_tokens=page_tokens)
     if mass not in (False, True, "token", "page"):
         raise ValueError(f'mass is {mass!r}, expected False, True, "token" or "page"')
+    if ancestors is not None:
+        _check_ancestors(ancestors, q, k_cache, mass=bool(mass))
     granularity: Granularity | None = None if not mass else "token" if mass is True else mass
     if backend == "reference":
-        out, weights = full_attention_reference(q, k_cache, v_cache, lengths, mass=bool(mass))
+        out, weights = full_attention_reference(q, k_cache, v_cache, lengths, mass=bool(mass), ancestors=ancestors)
         if weights is not None and granularity == "page":
             weights = pool_pages(weights, page_tokens)
         return out, weights
     from specdial.kernels.full_attention import launch
 
     out, raw = launch.full_attention_triton(
-        q, k_cache, v_cache, lengths, granularity=granularity, page_tokens=page_tokens, splits=splits
-    )
+        q, k_cache, v_cache, lengths, granularity=granularity, page_tokens=page_tokens, splits=splits,
+        ancestors=ancestors,
+    )  # fmt: skip
     return out, None if raw is None else launch.normalise_triton(raw, lengths)
 
 
@@ -106,6 +113,18 @@ def full_attention_raw(
     )
     assert written is not None  # a granularity was given
     return out, written
+
+
+def _check_ancestors(ancestors: torch.Tensor, q: torch.Tensor, k_cache: torch.Tensor, *, mass: bool) -> None:
+    if mass:
+        raise ValueError("mass is asked for with ancestors: rows of a tree have none")
+    check_shape("ancestors", ancestors, (q.shape[0], q.shape[1], None))
+    check_dtype("ancestors", ancestors, (torch.bool,))
+    check_device("ancestors", ancestors, q.device)
+    if not ancestors.is_contiguous():
+        raise ValueError(f"ancestors has strides {list(ancestors.stride())}, expected contiguous")
+    if not 0 < ancestors.shape[2] <= k_cache.shape[2]:
+        raise ValueError(f"ancestors {list(ancestors.shape)} does not fit k_cache {list(k_cache.shape)}: 0 < N <= S")
 
 
 def _check_into(into: Statistics, q: torch.Tensor, k_cache: torch.Tensor) -> None:

@@ -105,6 +105,7 @@ def full_attention_triton(
     splits: int | None,
     tiling: Tiling | None = None,
     into: Statistics | None = None,
+    ancestors: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, Statistics | None]:
     """See `full_attention`; arguments are validated by the caller."""
     B, T, H, D = q.shape
@@ -133,10 +134,12 @@ def full_attention_triton(
         q, k_cache, v_cache, k_rows if tma else k_cache, v_rows if tma else v_cache, lengths, part_out, part_lse,
         part_lse if raw is None else raw.log_mass,
         part_lse if raw is None or raw.tile_max is None else raw.tile_max,
+        lengths if ancestors is None else ancestors.view(torch.uint8),
         *q.stride()[:3], *k_cache.stride()[:3], *v_cache.stride()[:3],
-        B, S, T, M, slots, m_tiles, D**-0.5 / math.log(2.0),
+        B, S, T, M, T if ancestors is None else ancestors.shape[2], slots, m_tiles, D**-0.5 / math.log(2.0),
         G=G, D=D, BLOCK_M=tiling.block_m, BLOCK_N=TILE_TOKENS, BLOCK_B=block_b,
         MASS=mass_code, PAGE=page_tokens, PRECISION=tiling.precision, TMA=tma,
+        TREE=ancestors is not None,
         num_warps=tiling.warps, num_stages=tiling.stages, **early,
     )  # fmt: skip
     parts = min(64, triton.next_power_of_2(triton.cdiv(slots, B) + 1))

@@ -8,13 +8,19 @@ from specdial.kernels.full_attention.statistics import TILE_TOKENS, Granularity,
 
 
 def full_attention_reference(
-    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, lengths: torch.Tensor, *, mass: bool = False
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    lengths: torch.Tensor,
+    *,
+    mass: bool = False,
+    ancestors: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """See `full_attention`. Rows are packed [T*G] per kv head, so that K and V are read once per group."""
     B, T, H, D = q.shape
     Hk, S = k_cache.shape[1], k_cache.shape[2]
     G = H // Hk
-    scores = _scores(q, k_cache, lengths)  # [B, Hk, T, G, S]
+    scores = _scores(q, k_cache, lengths, ancestors)  # [B, Hk, T, G, S]
     weights = torch.softmax(scores, dim=-1)  # [B, Hk, T, G, S]
     out = torch.matmul(weights.view(B, Hk, T * G, S).to(v_cache.dtype), v_cache)  # [B, Hk, T*G, D]
     out = out.view(B, Hk, T, G, D).permute(0, 2, 1, 3, 4).reshape(B, T, H, D)
@@ -65,15 +71,23 @@ def pool_pages(mass: torch.Tensor, page_tokens: int) -> torch.Tensor:
     return _in_units(mass, page_tokens, fill=0.0).sum(dim=-1)
 
 
-def _scores(q: torch.Tensor, k_cache: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+def _scores(
+    q: torch.Tensor, k_cache: torch.Tensor, lengths: torch.Tensor, ancestors: torch.Tensor | None = None
+) -> torch.Tensor:
     """Scaled scores, -inf where a row must not look: [B, Hk, T, G, S] float32."""
     B, T, H, D = q.shape
     Hk, S = k_cache.shape[1], k_cache.shape[2]
     G = H // Hk
     packed = q.view(B, T, Hk, G, D).permute(0, 2, 1, 3, 4).reshape(B, Hk, T * G, D)
     scores = torch.matmul(packed, k_cache.transpose(-1, -2)).float() * D**-0.5  # [B, Hk, T*G, S]
-    last_visible = lengths[:, None] + torch.arange(T, device=q.device)  # [B, T]
-    hidden = torch.arange(S, device=q.device) > last_visible[..., None]  # [B, T, S]
+    place = torch.arange(S, device=q.device)  # [S]
+    if ancestors is None:
+        last_visible = lengths[:, None] + torch.arange(T, device=q.device)  # [B, T]
+        hidden = place > last_visible[..., None]  # [B, T, S]
+    else:
+        hidden = (place >= lengths[:, None])[:, None].repeat(1, T, 1)  # [B, T, S]
+        block = lengths[:, None].long() + torch.arange(ancestors.shape[2], device=q.device)  # [B, N]
+        hidden.scatter_(2, block[:, None].expand_as(ancestors), ~ancestors)
     return scores.view(B, Hk, T, G, S).masked_fill_(hidden[:, None, :, None, :], float("-inf"))
 
 

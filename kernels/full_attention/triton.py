@@ -60,15 +60,17 @@ def _attend(
 
 @triton.jit
 def split_kernel(
-    q, k, v, k_desc, v_desc, lengths, part_out, part_lse, log_mass, tile_max,
+    q, k, v, k_desc, v_desc, lengths, part_out, part_lse, log_mass, tile_max, ancestors,
     q_sb, q_st, q_sh, k_sb, k_sh, k_ss, v_sb, v_sh, v_ss,
-    B, S, T, M, slots, m_tiles, scale_log2,
+    B, S, T, M, N, slots, m_tiles, scale_log2,
     G: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr,
-    MASS: tl.constexpr, PAGE: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, PDL: tl.constexpr,
+    MASS: tl.constexpr, PAGE: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, TREE: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Attention of one row tile over one chunk of keys: partial output and log-sum-exp (base 2).
 
     With TMA, k_desc and v_desc describe the caches as rows [., D] in tiles of BLOCK_N rows; else they are not read.
+    The new block has N keys; with TREE, row t of it sees those that ancestors [B, T, N] says.
     What is older than the kernel before this one comes ahead of the wait: lengths, and the first full tiles' lines.
     """
     kv_head = tl.program_id(0) // m_tiles
@@ -130,14 +132,23 @@ def split_kernel(
     tile = begin
     if is_end:
         length = tl.load(lengths + b).to(tl.int32)
-        key_count = tl.minimum(length + T, S)
+        key_count = tl.minimum(length + N, S)
+        row_t = tl.minimum(t, T - 1)
+        if TREE:
+            top = tl.full([BLOCK_M], -1e38, dtype=tl.float32)  # a row may see nothing of a tile, even of the first
         for _ in tl.range(begin, tl.cdiv(key_count, BLOCK_N), num_stages=1):
             left = key_count - tile * BLOCK_N
             key = tile.to(tl.int64) * BLOCK_N
             k_tile = tl.load(k_ptrs + key * k_ss, mask=keys[None, :] < left, other=0.0)
             v_tile = tl.load(v_ptrs + key * v_ss, mask=keys[:, None] < left, other=0.0)
-            last = length + tl.minimum(t, T - 1) - tile * BLOCK_N  # [BLOCK_M], in this tile
-            visible = keys[None, :] <= tl.minimum(last, left - 1)[:, None]
+            if TREE:
+                own = tile * BLOCK_N + keys - length  # [BLOCK_N], in the block
+                in_block = row_ok[:, None] & ((own >= 0) & (keys < left))[None, :]
+                seen = tl.load(ancestors + b64 * T * N + (row_t * N)[:, None] + own[None, :], mask=in_block, other=0)
+                visible = (own < 0)[None, :] | (seen != 0)
+            else:
+                last = length + row_t - tile * BLOCK_N  # [BLOCK_M], in this tile
+                visible = keys[None, :] <= tl.minimum(last, left - 1)[:, None]
             pages_left = tl.cdiv(S, PAGE) - tile * (BLOCK_N // PAGE)
             key_ok = pages_left if MASS == 1 else S - tile * BLOCK_N
             acc, total, top = _attend(

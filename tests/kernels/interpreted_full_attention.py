@@ -99,6 +99,23 @@ def test_splits_and_row_tiles_do_not_change_the_result(splits: int) -> None:
         assert_near(tiled, want, 2e-6)
 
 
+@pytest.mark.parametrize(
+    ("T", "N", "G", "lengths"), [(13, 13, 3, (64, 5)), (3, 21, 1, (0, 60, 127)), (9, 70, 2, (62,))], ids=str
+)
+def test_trees_match_the_reference(T: int, N: int, G: int, lengths: tuple[int, ...]) -> None:
+    """Blocks that begin on a tile's edge, inside one and span two; rows that see little, or nothing of a tile."""
+    q, k, v, at = make((T, G, 2, 32, max(lengths) + N + 7, lengths), torch.float32)
+    k, v = (torch.randn_like(x) for x in (k, v))
+    for b, length in enumerate(lengths):
+        k[b, :, length + N :], v[b, :, length + N :] = NAN, NAN
+    ancestors = torch.rand(len(lengths), T, N) < 0.3
+    ancestors[torch.arange(len(lengths))[:, None], torch.arange(T), torch.randint(N, (T,))] = True
+    ancestors[0, 0] = torch.arange(N) == N - 1
+    want, _ = full_attention(q, k.nan_to_num(), v.nan_to_num(), at, backend="reference", ancestors=ancestors)
+    out, _ = full_attention(q, k, v, at, backend="triton", ancestors=ancestors)
+    assert_near(out, want, 2e-6)
+
+
 def test_ragged_batch_in_strided_caches() -> None:
     """Caches laid out [B, S, Hk, D] and cut from a longer one; queries cut from a fused projection."""
     q, k, v, lengths = make((2, 4, 2, 32, 150, (140, 0, 64, 3, 77)), torch.float32)

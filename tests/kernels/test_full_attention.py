@@ -51,6 +51,32 @@ def test_reference_matches_float64(T: int, G: int, D: int, S: int, lengths: list
     torch.testing.assert_close(tokens.sum(-1), torch.full(tokens.shape[:3], float(G)))
 
 
+def test_a_tree_row_sees_what_its_path_alone_would_see() -> None:
+    """Every row of a tree against causal attention over the prefix and its ancestors in a row."""
+    parents = [0, 0, 0, 1, 1, 2, 3, 6]
+    paths = []
+    for node in range(len(parents)):
+        path = [node]
+        while path[-1]:
+            path.append(parents[path[-1]])
+        paths.append(path[::-1])
+    q, k, v, lengths = make(len(parents), 3, 32, 80, [63, 5])
+    ancestors = torch.zeros(2, len(parents), len(parents), dtype=torch.bool)
+    for node, path in enumerate(paths):
+        ancestors[:, node, path] = True
+    out, _ = full_attention(q, k, v, lengths, backend="reference", ancestors=ancestors)
+    for b, length in enumerate(lengths.tolist()):
+        for node, path in enumerate(paths):
+            keys = [*range(length), *(length + n for n in path)]
+            one = slice(b, b + 1)
+            own = (q[one, node : node + 1], k[one, :, keys], v[one, :, keys])
+            alone, _ = naive(*own, torch.tensor([len(keys) - 1]))
+            torch.testing.assert_close(out[b, node].double(), alone[0, 0], atol=2e-6, rtol=1e-5)
+    causal = torch.ones(2, 8, 8, dtype=torch.bool).tril()
+    chain = [full_attention(q, k, v, lengths, backend="reference", ancestors=a)[0] for a in (causal, None)]
+    assert torch.equal(*chain)
+
+
 @pytest.mark.parametrize("page", [16, 32, 64])
 def test_page_masses_are_summed_token_masses_raw_or_not(page: int) -> None:
     inputs = make(3, 4, 32, 150, [100, 147])
@@ -110,6 +136,13 @@ def arguments(**change: object) -> dict[str, object]:
         ({"backend": "cuda"}, r"backend is 'cuda'"),
         ({"mass": "head"}, r"mass is 'head'"),
         ({"page_tokens": 48}, r"page_tokens is 48"),
+        (
+            {"ancestors": torch.ones(2, 2, 4, dtype=torch.bool)},
+            r"ancestors has shape \[2, 2, 4\], expected \[2, 3, any\]",
+        ),
+        ({"ancestors": torch.ones(2, 3, 4)}, r"ancestors \[2, 3, 4\] has dtype torch.float32"),
+        ({"ancestors": torch.ones(2, 3, 10, dtype=torch.bool)}, r"ancestors \[2, 3, 10\] does not fit k_cache"),
+        ({"ancestors": torch.ones(2, 3, 4, dtype=torch.bool), "mass": True}, "mass is asked for with ancestors"),
     ],
 )
 def test_wrong_arguments_raise_with_the_offender(change: dict[str, object], message: str) -> None:

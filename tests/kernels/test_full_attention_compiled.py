@@ -44,26 +44,28 @@ def compile_kernel(kernel, types: dict[str, str], constants: dict[str, object], 
 
 
 @pytest.mark.parametrize(
-    ("rows", "group", "mass", "programs"),
+    ("rows", "group", "mass", "programs", "tree"),
     [
-        (4, 4, 0, 3),
-        (8, 8, 1, 3),
-        (20, 4, 1, 2),
-        (40, 8, 0, 1),
-        (40, 8, 1, 1),
-        (78, 6, 0, 1),
-        (78, 6, 1, 1),
-        (128, 8, 1, 1),
+        (4, 4, 0, 3, False),
+        (8, 8, 1, 3, False),
+        (20, 4, 1, 2, False),
+        (40, 8, 0, 1, False),
+        (40, 8, 1, 1, False),
+        (78, 6, 0, 1, False),
+        (78, 6, 1, 1, False),
+        (128, 8, 1, 1, False),
+        (10, 1, 0, 3, True),  # a level of a tree of drafts
+        (61 * 4, 4, 0, 1, True),  # 60 drafts verified
     ],
 )
-def test_split_kernel_fits(rows: int, group: int, mass: int, programs: int) -> None:
+def test_split_kernel_fits(rows: int, group: int, mass: int, programs: int, tree: bool) -> None:
     """`programs` of it run on a multiprocessor at once, and K and V come through the copy engine in stages."""
     tiling = choose_tiling(rows, 128, torch.bfloat16)
     types = dict.fromkeys(("q", "k", "v"), "*bf16") | dict.fromkeys(("part_out", "part_lse", "tile_max"), "*fp32")
-    types |= {"lengths": "*i32", "log_mass": "*fp32", "scale_log2": "fp32"}
+    types |= {"lengths": "*i32", "log_mass": "*fp32", "ancestors": "*u8", "scale_log2": "fp32"}
     types |= dict.fromkeys(("k_desc", "v_desc"), "tensordesc<bf16[64, 128]>")
     constants = {"G": group, "D": 128, "BLOCK_M": tiling.block_m, "BLOCK_N": 64, "BLOCK_B": 16, "MASS": mass}
-    constants |= {"PAGE": 64, "PRECISION": "ieee", "TMA": True, "PDL": True}
+    constants |= {"PAGE": 64, "PRECISION": "ieee", "TMA": True, "TREE": tree, "PDL": True}
     built, registers, stack = compile_kernel(
         split_kernel, types, constants, num_warps=tiling.warps, num_stages=tiling.stages, launch_pdl=True
     )
