@@ -7,11 +7,13 @@ from specdial.policies.controllers import CONTROLLERS, ControllerConfig, NoneCon
 from specdial.policies.drafting import DRAFT_KV_USES, MOST_KEYS, Drafter, DraftKV, refuse_unused
 from specdial.policies.errors import UserError
 from specdial.policies.fields import parse, setting, to_plain
+from specdial.policies.placement import DEVICE, KV, Variant, check_placement
 from specdial.policies.verification import NO_HEADS, ScoringHeads, VerifyKV, check_variant, check_variants
 
 SCHEMA = "specdial/policy/1"
 
 __all__ = [
+    "KV",
     "MOST_KEYS",
     "SCHEMA",
     "Cell",
@@ -70,6 +72,7 @@ class Policy:
     draft_kv: DraftKV = field(default_factory=DraftKV)
     verify_kv: VerifyKV = field(default_factory=VerifyKV)
     scoring_heads: ScoringHeads = field(default=NO_HEADS, metadata={"later": True})
+    kv: KV = field(default=DEVICE, metadata={"later": True})
     cells: tuple[Cell, ...] = ()
     expected: dict[str, Any] | None = None
     measured: dict[str, Any] | None = None
@@ -112,6 +115,8 @@ def policy_from_mapping(value: object, where: str = "") -> Policy:
         variants.append(_override(policy, cell.overrides, f"{prefix}cells[{i}]"))
     drafting = tuple((p.verify_kv, longest_draft(p.controller) > 0) for p in [*variants, policy])
     check_variants(drafting, policy.scoring_heads, prefix)
+    placed = (Variant(longest_draft(p.controller) > 0, p.drafter, p.draft_kv, p.verify_kv) for p in [*variants, policy])
+    check_placement(policy.kv, tuple(placed), prefix)
     return policy
 
 

@@ -33,6 +33,8 @@ class VerifyKV:
     history. page_bound: Quest's bound on what the round's own queries can score. recent: nothing but sink and recent.
     budget: keys per kv head, sink and recent included. scope: who shares a selection; scoring heads make one for all.
     page: keys chosen together; sink and recent are rounded up to whole pages.
+    refresh: when keys are chosen anew. round: in every partial round. full: in the first one after a full round, to be
+    kept until the next full round beside every key committed since (SpecPV's partial cache).
     """
 
     mode: Literal["full", "partial"] = "full"
@@ -44,6 +46,7 @@ class VerifyKV:
     scope: Literal["kv_head", "layer", "model"] = setting("kv_head", later=True)
     lookahead_tokens: int = setting(0, low=0, high=MOST_KEYS, later=True)
     page: Literal[1, 16, 32, 64] = setting(1, later=True)
+    refresh: Literal["round", "full"] = setting("round", later=True)
 
     @property
     def lossless(self) -> bool:

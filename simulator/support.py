@@ -41,6 +41,8 @@ def support(record: Record, policy: Policy, batch: int = 1) -> Support:
     """Judge one policy against a record, documents decoding `batch` at a time."""
     if not policy.lossless:
         return _refused("it is lossy: what a partial verification accepts was not recorded, validate measures it")
+    if policy.kv.where == "host":
+        return _refused("its keys live in host memory, and costs are of keys on the device: validate measures it")
     if PARTIAL in pc.unique(record.trace.rounds["mode"]).to_pylist():
         return _refused("the trace holds partially verified rounds, which accept what other policies would not")
     meta = record.trace.meta

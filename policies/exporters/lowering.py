@@ -108,6 +108,8 @@ def plan(policy: Policy, options: Options, drafters: Iterable[str], *, keeps: It
         rows += [Row(cell_name(policy, i), *row) for row in found]
     if policy.scoring_heads:
         rows.append(Row("all", "scoring_heads", "dropped", "no selection is scored"))
+    if policy.kv.where == "host":
+        rows.append(Row("all", "kv", "dropped", "keys live where the engine puts them"))
     _check_boundaries(policy)
     contexts = _ranges(0, [(c.from_context_tokens, c.to_context_tokens) for c in policy.cells])
     batches = _ranges(1, [(c.from_batch, c.to_batch) for c in policy.cells])
