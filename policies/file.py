@@ -1,11 +1,12 @@
-"""Policy files: canonical YAML in, canonical YAML out, digests of the decisions.
+"""Policy files: canonical YAML in, canonical YAML out, digests of the content and of the decisions.
 
-Loading is strict: unknown, mistyped or out-of-range fields are refused by name and line. A file re-saved is
-byte-identical. Leaves out lowering to other engines' formats.
+Loading is strict: unknown, mistyped or out-of-range fields are refused by name and line, and so is a file that was cut
+or changed since it was written. A file re-saved is byte-identical. Leaves out lowering to other engines' formats.
 """
 
 import hashlib
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,12 @@ import yaml
 from specdial.policies.artifact import write_text_atomic
 from specdial.policies.errors import UserError
 from specdial.policies.fields import to_plain
+from specdial.policies.plain_yaml import read_plain
 from specdial.policies.schema import SCHEMA, Policy, policy_from_mapping
 
 MAX_BYTES = 250_000
-MAX_DEPTH = 20
 UNUSUAL_BREAKS = "\x85\u2028\u2029"
+SEAL = re.compile(r"^digest:[^\n]*\n", re.MULTILINE)
 
 
 def load_policy(path: str | Path) -> Policy:
@@ -33,64 +35,53 @@ def load_policy(path: str | Path) -> Policy:
         raise UserError(f"policy {path} is too large", f"a policy file has at most {MAX_BYTES} bytes")
     try:
         return parse_policy(raw.decode("utf-8"))
-    except UnicodeDecodeError:
-        raise UserError(f"policy {path} is not UTF-8 text", "re-export it") from None
+    except UnicodeDecodeError as error:
+        line = raw.count(b"\n", 0, error.start) + 1
+        raise UserError(f"policy {path} is not UTF-8 text at line {line}", "re-export it") from None
     except UserError as error:
         raise UserError(f"{path}: {error.cause}", error.remedy, field=error.field) from None
 
 
 def parse_policy(text: str) -> Policy:
-    """Read a policy from YAML text. Anchors, aliases, tags and merges are refused; nothing but plain data is built."""
-    lines: dict[str, int] = {}
-    try:
-        depth = 0
-        for event in yaml.parse(text, Loader=yaml.SafeLoader):
-            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-            if depth > MAX_DEPTH:  # PyYAML's time grows with the square of it
-                raise UserError(f"policy nests too deeply at line {_line(event)}", "re-export the policy")
-            if getattr(event, "anchor", None) is not None or getattr(event, "tag", None) is not None:
-                raise UserError(
-                    f"policy uses a YAML anchor, alias or tag at line {_line(event)}",
-                    "write the value out",
-                )
-        _find_lines(yaml.compose(text, Loader=yaml.SafeLoader), "", lines)
-        content = yaml.safe_load(text)
-    except (yaml.YAMLError, RecursionError, ValueError) as error:
-        mark = getattr(error, "problem_mark", None)
-        raise UserError(
-            f"not valid YAML{f' at line {mark.line + 1}' if mark else ''}", "re-export the policy"
-        ) from None
+    """Read a policy from YAML text. A file may lack `digest` (one written by hand does); one that has it is held to it.
+
+    Raises UserError with the field and line at fault.
+    """
+    content, lines = read_plain(text)
     if not isinstance(content, dict):
         raise UserError("a policy file must be a mapping at line 1", "write key: value pairs")
     found = content.pop("schema", None)
     if found != SCHEMA:
-        raise UserError(
-            f"policy schema is {found!r} at line {lines.get('schema', 1)}", f"this version reads {SCHEMA!r}"
-        )
+        cause = f"policy schema is {_shown(found)} at line {lines.get('schema', 1)}"
+        raise UserError(cause, f"this version reads {SCHEMA!r}", field="schema")
+    if "digest" in content:
+        _check_seal(content.pop("digest"), text, lines["digest"])
+    if not content:
+        cause = f"policy ends after its schema at line {lines['schema']}"
+        raise UserError(cause, "restore the file, or write its settings", field="schema")
     claimed = content.pop("lossless", None)
     try:
         policy = policy_from_mapping(content)
+        _check_stamp(policy)
     except UserError as error:
         line = _line_of(error.field, lines)
         raise UserError(f"{error.cause} (line {line})", error.remedy, field=error.field) from None
     if claimed is not None and claimed is not policy.lossless:
-        raise UserError(
-            f"lossless is {claimed!r} at line {lines.get('lossless', 1)} but its settings make it {policy.lossless}",
-            "delete that line; it is computed",
-        )
+        cause = f"lossless is {_shown(claimed)} at line {lines['lossless']} but its settings make it {policy.lossless}"
+        raise UserError(cause, "delete that line; it is computed", field="lossless")
     return policy
 
 
 def dump_policy(policy: Policy) -> str:
-    """Canonical YAML of a policy: fields in order, `lossless` computed."""
-    plain: dict[str, Any] = {"schema": SCHEMA, **to_plain(policy)}
+    """Canonical YAML of a policy: fields in order, `lossless` computed, and a digest of all that follows it."""
+    plain: dict[str, Any] = to_plain(policy)
     ordered = {k: plain[k] for k in plain if k not in ("expected", "measured", "provenance")}
     ordered["lossless"] = policy.lossless
     ordered |= {k: plain[k] for k in ("expected", "measured", "provenance")}
     text = str(yaml.safe_dump(ordered, sort_keys=False, allow_unicode=True, width=120))
     if any(mark in text for mark in UNUSUAL_BREAKS):  # PyYAML writes them as they are, and reads them as spaces
         text = str(yaml.safe_dump(ordered, sort_keys=False, allow_unicode=False, width=120))
-    return text
+    return f"schema: {SCHEMA}\ndigest: {_seal(text)}\n{text}"
 
 
 def save_policy(policy: Policy, path: str | Path) -> None:
@@ -103,22 +94,35 @@ def policy_digest(policy: Policy) -> str:
     return hashlib.sha256(json.dumps(policy.decisions(), sort_keys=True).encode()).hexdigest()
 
 
-def _find_lines(node: yaml.Node | None, where: str, found: dict[str, int]) -> None:
-    """Enter the line (from 1) of every dotted path. Raises UserError on keys that repeat, merge or are not text."""
-    if isinstance(node, yaml.MappingNode):
-        for key, value in node.value:
-            line = key.start_mark.line + 1
-            if key.tag != "tag:yaml.org,2002:str":
-                raise UserError(f"a key that is not text at line {line}", "write the key as text")
-            path = f"{where}.{key.value}" if where else str(key.value)
-            if path in found:
-                raise UserError(f"{path} is given twice, again at line {line}", "keep one of them")
-            found[path] = line
-            _find_lines(value, path, found)
-    elif isinstance(node, yaml.SequenceNode):
-        for i, value in enumerate(node.value):
-            found[f"{where}[{i}]"] = value.start_mark.line + 1
-            _find_lines(value, f"{where}[{i}]", found)
+def _seal(text: str) -> str:
+    return f"sha256:{hashlib.sha256(text.encode()).hexdigest()}"
+
+
+def _check_seal(claimed: object, text: str, line: int) -> None:
+    """Raises UserError where the text after the digest is not the one that was written."""
+    match = SEAL.search(text)
+    if match is None or claimed != _seal(text[match.end() :]):
+        raise UserError(
+            f"digest at line {line} is of other content: the file was cut or changed after it was written",
+            "restore it, or delete that line to use it as it is",
+            field="digest",
+        )
+
+
+def _check_stamp(policy: Policy) -> None:
+    """What a file expects is of the decisions it was tuned to. Raises UserError where they are others now."""
+    stamped = (policy.provenance or {}).get("policy_digest")
+    if stamped is not None and stamped != policy_digest(policy):
+        raise UserError(
+            "provenance.policy_digest is of other decisions: the policy was changed after it was tuned",
+            "tune it again, or delete expected, measured and provenance",
+            field="provenance.policy_digest",
+        )
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
 
 
 def _line_of(path: str | None, lines: dict[str, int]) -> int:
@@ -128,9 +132,3 @@ def _line_of(path: str | None, lines: dict[str, int]) -> int:
             return lines[path]
         path = path[: max(path.rfind("."), path.rfind("["), 0)]
     return 1
-
-
-def _line(event: yaml.Event) -> int:
-    """Line (from 1) where a YAML event starts."""
-    mark = event.start_mark
-    return int(mark.line) + 1 if mark is not None else 1
