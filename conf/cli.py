@@ -69,6 +69,7 @@ VERBS: dict[str, tuple[str, Callable[[Settings], Settings], str]] = {
         _model_and_policies,
         "predicted against measured, held-out documents",
     ),
+    "report": ("specdial.simulator.verbs.report", _as_is, "one HTML page of what the verbs found"),
     "export": ("specdial.policies.export", _policy, "write a policy file"),
     "demo": ("specdial.conf.demo", _model, "all of it, small, on a real model"),
 }
