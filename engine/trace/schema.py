@@ -55,11 +55,14 @@ OUTPUTS = pa.schema(
     ]
 )
 
-# What partial verification did to the output, where a record asked for it: one row per committed token that the policy
-# wrote, judged by a full verification of the same text. arm is 0, the policy itself. arr: the share of the target's
-# attention that the selection held, null where it was not measured. kl_nats: divergence of the logits that decided from
-# the full ones, KL(full || those), null where they were not kept. top1_match: the token is the likeliest under full
-# verification too. rounds_since_full: as in rounds, of the round that committed the token.
+# What partial verification does to the output, judged by a full verification of the same text; where a record asked.
+# arm 0 is a lossy policy itself: one row per committed token that it wrote. Arms from 1 on are meta.probe_arms: what
+# their partial verifications would have said at sampled positions of the text, had each round committed the text.
+# arr: the share of the target's attention that the selection held, null where it was not measured. kl_nats: divergence
+# of the logits that decided from the full ones, KL(full || those), null where they were not kept. top1_match: what they
+# decided is the likeliest under full verification too. rounds_since_full: as in rounds, of the round that decided.
+# draft_match, full_match: the draft that the policy's drafter had for this place is what this verification decided, and
+# what the full one did; null where there was none, or the drafts before it had left the text.
 PROBES = pa.schema(
     [
         pa.field("doc", pa.int32(), nullable=False),
@@ -69,6 +72,8 @@ PROBES = pa.schema(
         pa.field("kl_nats", pa.float32(), nullable=True),
         pa.field("top1_match", pa.bool_(), nullable=False),
         pa.field("rounds_since_full", pa.int32(), nullable=False),
+        pa.field("draft_match", pa.bool_(), nullable=True),
+        pa.field("full_match", pa.bool_(), nullable=True),
     ]
 )
 
@@ -77,10 +82,15 @@ PROBES = pa.schema(
 # host (the rest of a round). k and budget are 0 where they have no meaning. drafter: whose rounds were timed, by the
 # label of policies.drafting (sparse_self, sparse_self/fp8, quest, lookup, model/NAME), since a verification that keeps
 # attention rows costs more than one that keeps none; "none" for plain steps, which are the same for all.
+# source: of the rounds' partial verification (trace.sources), "" where policies are lossless. With one there are also
+# select_partial (choosing the `budget` keys that a verification reads, once a round), verify_partial (a verification of
+# k drafts over them, the choice apart), host_partial (the rest of such a round) and refresh (what a full round that
+# recomputes `k` rows takes beyond one that recomputes none).
 COSTS = pa.schema(
     [
         pa.field("op", pa.string(), nullable=False),
         pa.field("drafter", pa.string(), nullable=False),
+        pa.field("source", pa.string(), nullable=False),
         pa.field("context_tokens", pa.int32(), nullable=False),
         pa.field("batch", pa.int32(), nullable=False),
         pa.field("k", pa.int32(), nullable=False),
@@ -92,9 +102,15 @@ COSTS = pa.schema(
         pa.field("bytes", pa.int64(), nullable=False),  # bytes the operation must move: weights + keys and values
     ]
 )
-OPS = ("plain", "draft", "verify", "select", "host")
+PARTIAL_OPS = ("select_partial", "verify_partial", "host_partial", "refresh")
+OPS = ("plain", "draft", "verify", "select", "host", *PARTIAL_OPS)
 # Columns that tables written before they existed lack, and the value that then held for every row.
-LATER_COLUMNS = {"drafter": "sparse_self"}
+LATER_COLUMNS: dict[str, str | None] = {
+    "drafter": "sparse_self",
+    "source": "",
+    "draft_match": None,
+    "full_match": None,
+}
 
 TABLES: dict[str, pa.Schema] = {
     "drafts": DRAFTS,
@@ -108,5 +124,5 @@ KEYS: dict[str, tuple[str, ...]] = {
     "drafts": ("doc", "round", "position", "arm", "depth"),
     "outputs": ("doc", "position"),
     "probes": ("doc", "position", "arm"),
-    "costs": ("op", "drafter", "context_tokens", "batch", "k", "budget"),
+    "costs": ("op", "drafter", "source", "context_tokens", "batch", "k", "budget"),
 }

@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from specdial.engine.trace.meta import read_meta
-from specdial.engine.trace.schema import COSTS, COSTS_SCHEMA, TABLES, TRACE_SCHEMA
+from specdial.engine.trace.schema import COSTS, COSTS_SCHEMA, LATER_COLUMNS, TABLES, TRACE_SCHEMA
 from specdial.policies.artifact import TEMPORARY, write_bytes_atomic, write_json_atomic
 from specdial.policies.errors import UserError
 
@@ -52,7 +52,7 @@ class TraceWriter:
 
 def write_costs(out: Path, meta: dict[str, Any], rows: list[dict[str, Any]]) -> None:
     """Write a cost table: costs.parquet, then meta.json that names it complete."""
-    columns = {field.name: [row[field.name] for row in rows] for field in COSTS}
+    columns = {field.name: [{**LATER_COLUMNS, **row}[field.name] for row in rows] for field in COSTS}
     write_table(out / "costs.parquet", columns, COSTS)
     write_json_atomic(out / "meta.json", {"schema": COSTS_SCHEMA, **meta})
 

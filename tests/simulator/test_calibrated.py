@@ -56,9 +56,35 @@ def test_a_text_in_which_lookup_finds_nothing_is_named(settings, tmp_path):
         calibrate.run({**settings, "drafters": [{"kind": "lookup"}]})
 
 
+def test_partial_verification_is_timed_term_by_term(settings, tiny_checkpoint):
+    sizes = {"ks": [0, 2], "budgets": [40], "verify_budgets": [32, 48], "refresh_rows": [3, 6], "repeats": 3}
+    model = {**settings["model"], "source": str(tiny_checkpoint("llama", head_dim=64))}
+    partial = {"mode": "partial", "sink": 2, "recent": 8}
+    found = calibrate.run(
+        {**settings, **sizes, "model": model, "verify_kv": partial, "sources": ["history", "page_bound"]}
+    )
+    table = read_costs(settings["out"])
+    rows = table.rows.to_pylist()
+    assert found["rows"] == len(rows)
+    assert {row["source"] for row in rows} == {"", "history", "page_bound-page16"}
+    for source in ("history", "page_bound-page16"):
+        mine = [row for row in rows if row["source"] == source]
+        places = {op: {(r["k"], r["budget"]) for r in mine if r["op"] == op} for op in {r["op"] for r in mine}}
+        assert places["verify_partial"] == {(k, keys) for k in (0, 2) for keys in (32, 48)}
+        assert places["select_partial"] == {(0, 32), (0, 48)}
+        assert places["refresh"] == {(3, 0), (6, 0)}
+        assert places["verify"] == places["host"] == places["host_partial"] == {(0, 0), (2, 0)}
+        assert places["draft"] == {(0, 40)}
+        assert all(row["median_us"] > 0.0 for row in mine if row["op"] != "refresh")
+    assert table.meta["recomputed_multiple"] == 1
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     [
+        ({"verify_budgets": [64]}, "verify_budgets is given, and verify_kv.mode is full"),
+        ({"verify_kv": {"mode": "partial", "full_period": 3}}, "verify_kv.full_period is 3; leave it at 1"),
+        ({"verify_kv": {"mode": "partial"}, "sources": ["attention"]}, "sources holds 'attention'; name some of"),
         ({"drafters": []}, "drafters is empty"),
         ({"drafters": [{"kind": "lookup"}, {"kind": "lookup", "ngram": 5}]}, "drafters holds lookup twice"),
         ({"drafters": [{"kind": "none"}]}, r"drafters\[0\].kind is none"),

@@ -1,0 +1,226 @@
+"""One batch of identical prompts, held at a chosen committed length, whose rounds are timed configuration by
+configuration.
+
+Configurations are interleaved so that drift of the machine falls on all alike. Terms of a partial verification that no
+moment of a round tells apart are told apart by difference: choosing keys is timed alone, right after a round, and what
+verifications take beyond its median is verify_partial; what a full round that recomputes rows takes beyond the median
+full round is refresh. Sums are therefore what rounds took. Leaves out what is timed (calibrate_plan).
+"""
+
+from collections.abc import Iterator
+from contextlib import closing
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import torch
+
+from specdial.engine.cache import round_up
+from specdial.engine.drafters.model import ModelDrafter
+from specdial.engine.drafters.summaries import Summaries
+from specdial.engine.job import Job, describe
+from specdial.engine.key_scores import Chooser
+from specdial.engine.loop import Decoding, Round
+from specdial.engine.round_state import SELECTED, START
+from specdial.engine.sampling import Sampling
+from specdial.engine.sequences import Sequences
+from specdial.engine.verbs.calibrate_plan import CPU_ROUNDS, GPU_ROUNDS, Plan, Settings
+from specdial.engine.verification import CUDA_RECOMPUTED_MULTIPLE
+from specdial.kernels.page_summary import score_pages
+from specdial.kernels.selection import select
+from specdial.policies.errors import UserError
+from specdial.policies.schema import Policy, plain_policy
+
+WARMUP_REPEATS = 1
+PLAIN = plain_policy()
+Key = tuple[str, int, int]  # operation, k, budget
+Samples = dict[Key, list[float]]
+
+
+class Bench:
+    """Times one plan at one batch size."""
+
+    def __init__(self, job: Job, settings: Settings, plan: Plan, sequences: Sequences) -> None:
+        self.settings = settings
+        self.kv_bytes = describe(job, Sampling())["model"]["kv_bytes_per_token"]
+        self.weight_bytes = job.model.decoder.weight_bytes
+        self.plan = plan
+        self.prompt = job.documents[0].prompt_ids
+        self.sequences = sequences
+
+    def measure(self, context: int, *, plain: bool) -> list[dict[str, Any]]:
+        """Cost rows at one committed length. plain: of plain decoding too."""
+        samples: Samples = {}
+        for repeat in range(-WARMUP_REPEATS, self.settings.repeats):
+            found: Samples = {}
+            for k, budget in self._configurations(max(repeat, 0)):
+                self._full(found, context, k, budget)
+            self._partial(found, context, max(repeat, 0))
+            if plain:
+                for r in self._rounds(context, PLAIN, self._usual):
+                    found.setdefault(("plain", 0, 0), []).append(r.verify_us + r.host_us)
+            if repeat >= 0:
+                for key, values in found.items():
+                    samples.setdefault(key, []).extend(values)
+        missing = [k for k in self.settings.ks if ("verify", k, 0) not in samples]
+        if missing or (self.plan.source and not any(op == "refresh" for op, _, _ in samples)):
+            drafts = missing[0] if missing else max(self.settings.ks)
+            raise UserError(
+                f"drafter {self.plan.drafter.label} found no {drafts} drafts at context {context} of this text",
+                "calibrate at another context or with another workload",
+            )
+        return [self._row(key, context, values) for key, values in _apart(samples, max(self.settings.ks)).items()]
+
+    @property
+    def _usual(self) -> int:
+        return GPU_ROUNDS if self.sequences.graphs.enabled else CPU_ROUNDS
+
+    def _configurations(self, repeat: int) -> Iterator[tuple[int, int]]:
+        """Every k once, budgets and order rotating with the repeat."""
+        ks, budgets = self.settings.ks, self.plan.budgets
+        for i in range(len(ks)):
+            at = (i + repeat) % len(ks)
+            yield ks[at], budgets[(at + repeat) % len(budgets)]
+
+    def _full(self, found: Samples, context: int, k: int, budget: int) -> None:
+        for r in self._rounds(context, self.plan.policies[k, budget], self._usual):
+            if int(r.k.min()) < k:  # a lookup that found nothing
+                continue
+            found.setdefault(("verify", k, 0), []).append(r.verify_us)
+            found.setdefault(("host", k, 0), []).append(r.host_us)
+            self._add_drafts(found, r, k, budget)
+
+    def _add_drafts(self, found: Samples, r: Round, k: int, budget: int) -> None:
+        if k:
+            found.setdefault(("draft", 0, budget), []).append(r.draft_us / k)
+            found.setdefault(("select", 0, budget), []).append(r.select_us)
+
+    def _partial(self, found: Samples, context: int, repeat: int) -> None:
+        """Partial rounds, the choice of their keys alone, and full rounds that recompute rows."""
+        plan = self.plan
+        for k, draft_budget in self._configurations(repeat) if plan.source else ():
+            for keys in plan.verify_budgets:
+                policy = plan.partial[k, draft_budget, keys]
+                for r in self._rounds(context, policy, self._usual):
+                    if int(r.k.min()) < k:
+                        continue
+                    found.setdefault(("verify_partial", k, keys), []).append(r.verify_us)
+                    found.setdefault(("host_partial", k, 0), []).append(r.host_us)
+                    self._add_drafts(found, r, k, draft_budget)
+                if k == max(self.settings.ks):
+                    found.setdefault(("select_partial", 0, keys), []).append(self._choice_us(policy, k))
+        for rows, policy in plan.refresh.items():
+            k = max(self.settings.ks)
+            period = policy.verify_kv.full_period
+            last = self._rounds(context, policy, period, synthetic=(1.0,), first=0)
+            if len(last) < period or min(int(r.k.min()) for r in last) < k:
+                continue
+            if self.sequences.cache.on_gpu:
+                rows = round_up(rows, CUDA_RECOMPUTED_MULTIPLE)
+            found.setdefault(("refresh", rows, 0), []).append(last[-1].verify_us + last[-1].host_us)
+
+    def _rounds(
+        self, context: int, policy: Policy, count: int, *, synthetic: tuple[float, ...] = (), first: int = 1
+    ) -> list[Round]:
+        """`count` rounds in a row from a committed length of `context`, without those before `first`.
+
+        The first has no last one, so its host_us says nothing of what lies between two. On a CPU its drafts were also
+        seen to take 15 % longer than those of later rounds.
+        """
+        self.sequences.hold(self.prompt[:context], limit=self.settings.new_tokens)
+        accepted = synthetic or self.settings.acceptance.of(policy)
+        numbers = list(range(self.sequences.batch))
+        decoding = Decoding(self.sequences, policy, Sampling(), numbers, synthetic=accepted)
+        with closing(decoding.rounds()) as rounds:
+            return list(islice(rounds, count))[first:]
+
+    @torch.inference_mode()
+    def _choice_us(self, policy: Policy, k: int) -> float:
+        """Choosing the keys of one partial verification of k drafts, alone, as the sequences stand."""
+        s, kv = self.sequences, policy.verify_kv
+        decoding = Decoding(s, policy, Sampling(), list(range(s.batch)))
+        drafter, queries = decoding.drafters[0], decoding.queries
+        if queries is not None:
+            s.graphs.run(("last queries", queries.key), queries.start)
+        kept = drafter.lookahead if isinstance(drafter, ModelDrafter) else None
+        # a captured graph goes on reading it
+        counts = s.lasting(("drafts", k), lambda: torch.full((s.batch,), k, device=s.decoder.device))  # [B]
+        by_page = kv.source == "page_bound"
+        choose = None if by_page else Chooser(s, kv, lookahead=None if kept is None else kept.scores, queries=queries)
+
+        def once() -> None:
+            decoding.state.mark(START)
+            if choose is None:
+                _choose_pages(s, policy, k)
+            else:
+                choose(counts)
+            decoding.state.mark(SELECTED)
+
+        s.graphs.run(("choice", kv, policy.scoring_heads, k), once)
+        moments_ns = decoding.state.read_back().wait().moments_ns
+        return float(moments_ns[SELECTED] - moments_ns[START]) / 1e3
+
+    def _row(self, key: Key, context: int, samples: list[float]) -> dict[str, Any]:
+        op, k, budget = key
+        values = np.array(samples)
+        return {
+            "op": op,
+            "drafter": "none" if op == "plain" else self.plan.drafter.label,
+            "source": "" if op == "plain" else self.plan.source,
+            "context_tokens": context,
+            "batch": self.sequences.batch,
+            "k": k,
+            "budget": budget,
+            "median_us": float(np.median(values)),
+            "p10_us": float(np.percentile(values, 10)),
+            "p90_us": float(np.percentile(values, 90)),
+            "n": len(values),
+            "bytes": self._bytes(op, context, k, budget),
+        }
+
+    def _bytes(self, op: str, context: int, k: int, budget: int) -> int:
+        """Weights, keys and values that an operation must read; 0 where it is not known: for drafts with weights other
+        than the model's, for choices of a partial verification and for what recomputed rows add."""
+        drafter, page = self.plan.drafter, self.settings.draft_kv.page
+        if op in ("draft", "select") and (not drafter.reads_selection or drafter.weights != "model"):
+            return 0
+        summaries = context // page if drafter.kind == "quest" else 0  # a smallest and a largest key a page
+        keys = {
+            "plain": context, "verify": context + k, "draft": budget + summaries, "select": 2 * budget,
+            "verify_partial": min(budget, context) + k,
+        }  # fmt: skip
+        weights = self.weight_bytes if op in ("plain", "verify", "draft", "verify_partial") else 0
+        return weights + self.sequences.batch * keys.get(op, 0) * self.kv_bytes
+
+
+def _choose_pages(s: Sequences, policy: Policy, k: int) -> None:
+    """What source page_bound does in every layer of a verification of k drafts, for queries of zeros."""
+    keys, c = policy.verify_kv.keys, s.decoder.config
+    pages = Summaries.of(s, keys.page)
+    q = s.lasting(
+        ("zeros", k),
+        lambda: torch.zeros(s.batch, k + 1, c.heads, c.head_dim, device=s.decoder.device, dtype=s.decoder.dtype),
+    )  # [B, T, H, D]
+    whole = s.cache.lengths // keys.page  # [B]
+    for layer in range(c.layers):
+        scores = score_pages(
+            q, pages.low[layer], pages.high[layer], whole * keys.page, page=keys.page, rule="quest", backend=s.backend
+        )
+        protected = keys.sink_pages + keys.recent_pages
+        select(
+            scores, whole, budget=max(min(keys.budget // keys.page, scores.shape[-1]), protected),
+            sink=keys.sink_pages, recent=keys.recent_pages, backend=s.backend, scope=keys.scope,
+        )  # fmt: skip
+
+
+def _apart(samples: Samples, most: int) -> Samples:
+    """Samples with the terms of partial verification apart. most: the k of rounds that recompute rows."""
+    taken: Samples = {}
+    for (op, k, budget), values in samples.items():
+        less = 0.0
+        if op == "verify_partial":
+            less = float(np.median(samples["select_partial", 0, budget]))
+        if op == "refresh":
+            less = float(np.median(samples["verify", most, 0]) + np.median(samples["host", most, 0]))
+        taken[op, k, budget] = [max(value - less, 0.0) for value in values]
+    return taken
