@@ -18,7 +18,7 @@ from specdial.policies.naming import short_name
 from specdial.policies.schema import Policy
 
 BUILTIN = Path(policies.__file__).parent / "builtin"
-PARTS = ("drafter", "controller", "draft_kv")
+PARTS = ("drafter", "controller", "draft_kv", "verify_kv")
 
 
 def plain_settings(cfg: DictConfig) -> dict[str, Any]:
@@ -59,7 +59,7 @@ def with_trace(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def with_policies(settings: dict[str, Any], *, many: bool) -> dict[str, Any]:
-    """Replace policy, drafter, controller and draft_kv by `policies` (many) or one `policy` mapping."""
+    """Replace policy, drafter, controller, draft_kv and verify_kv by `policies` (many) or one `policy` mapping."""
     overrides = {part: settings.pop(part, None) for part in PARTS}
     found = [_merge(policy, overrides) for policy in find_policies(settings.pop("policy"))]
     if many:
