@@ -22,7 +22,7 @@ from specdial.engine.cache import KVCache, round_up
 from specdial.engine.graphs import Graphs
 from specdial.engine.head_reader import HeadReader, tap_buffers, taps_of
 from specdial.engine.history import History, HistorySpec, Rows
-from specdial.engine.models.decoder import AttendCached, Decoder, Taps
+from specdial.engine.models.decoder import AttendCached, AttendUnrotated, Decoder, Taps
 from specdial.engine.models.eagle import EagleHead
 from specdial.engine.prefill import ROW_MULTIPLE, prefill_one
 from specdial.engine.round_state import RoundState, to_device
@@ -252,24 +252,36 @@ class Sequences:
 
         return Block(self.forward_rows(tokens, lengths, attend)[:, :T], collected, start)
 
-    def forward_rows(self, tokens: Tensor, lengths: Tensor, attend: AttendCached, *, float8: bool = False) -> Tensor:
+    def forward_rows(
+        self,
+        tokens: Tensor,
+        lengths: Tensor,
+        attend: AttendCached,
+        *,
+        attend_unrotated: AttendUnrotated | None = None,
+        float8: bool = False,
+    ) -> Tensor:
         """Logits [B, T, V] of tokens [B, T] at positions lengths[b] + t, their keys written to the cache.
 
         On a GPU through the fused kernels, few rows through the most fused ones; on a CPU through plain operations.
+        attend_unrotated: what the most fused ones may call instead of `attend`.
         float8: by float8 copies of the weights, on a GPU and for few rows only.
         """
         taps = tap_buffers(self.decoder, tokens.shape, self._tapping)
-        logits = self._rows(tokens, lengths, attend, taps, float8)
+        if self.cache.on_gpu and tokens.numel() <= MAX_ROWS:
+            logits = self.decoder.fused_step(float8=float8).logits(
+                tokens, lengths, self.cache.layer, attend, backend=self.backend, taps=taps,
+                attend_unrotated=attend_unrotated,
+            )  # fmt: skip
+        elif float8:
+            raise ValueError(f"float8 weights serve up to {MAX_ROWS} rows on a GPU")
+        else:
+            logits = self._rows(tokens, lengths, attend, taps)
         for reader in self._tapping:
             reader.see(taps_of(reader, taps))
         return logits
 
-    def _rows(self, tokens: Tensor, lengths: Tensor, attend: AttendCached, taps: Taps, float8: bool) -> Tensor:
-        if self.cache.on_gpu and tokens.numel() <= MAX_ROWS:
-            step = self.decoder.fused_step(float8=float8)
-            return step.logits(tokens, lengths, self.cache.layer, attend, backend=self.backend, taps=taps)
-        if float8:
-            raise ValueError(f"float8 weights serve up to {MAX_ROWS} rows on a GPU")
+    def _rows(self, tokens: Tensor, lengths: Tensor, attend: AttendCached, taps: Taps) -> Tensor:
         if self.cache.on_gpu:
             hidden = self.decoder.forward_cached(
                 tokens, lengths, self.cache.layer, attend, backend=self.backend, taps=taps

@@ -209,8 +209,8 @@ def time_products(short: str, rows_list: list[int], kinds: list[str], workspace:
 class Chain:
     """A model's layers without attention, then its head: one step of a decoder."""
 
-    def __init__(self, short: str, workspace: LinearWorkspace, *, ahead: bool = False) -> None:
-        self.model, self.workspace, self.ahead = MODELS[short], workspace, ahead
+    def __init__(self, short: str, workspace: LinearWorkspace) -> None:
+        self.model, self.workspace = MODELS[short], workspace
         self.parts = products(self.model)
         head = self.parts["head"]
         self.plain = [
@@ -249,11 +249,10 @@ class Chain:
         h = self.embedded.clone()
         x: torch.Tensor | Prepared = add_rms_norm(h, None, self.norms[0], EPS, backend=backend)[0]
         for w in self.layers:
-            after_qkv, after_gate = (w["gate_up"], w["down"]) if self.ahead else (None, None)
-            linear(x, w["qkv"], bias=self.bias, eps=EPS, out_dtype=BF16, ahead=after_qkv, **shared)
+            linear(x, w["qkv"], bias=self.bias, eps=EPS, out_dtype=BF16, **shared)
             into = {"residual": h, "pieces": self.kind == "fp8"}
             x = linear_into_norm(self.mixed, w["out"], norm=self.norms[1], **into, **shared)
-            inner = linear_gated(x, w["gate_up"], eps=EPS, ahead=after_gate, **shared)
+            inner = linear_gated(x, w["gate_up"], eps=EPS, **shared)
             x = linear_into_norm(inner, w["down"], norm=self.norms[0], **into, **shared)
         return linear(x, self.head, eps=EPS, out_dtype=torch.float32, **shared)
 
@@ -272,14 +271,12 @@ class Chain:
         return relative_error(self.ours(), self.ours("reference"))
 
 
-def time_chain(
-    short: str, rows_list: list[int], kinds: list[str], workspace: LinearWorkspace, *, ahead: bool
-) -> list[dict]:
-    """All layers' products in one graph, ours and torch's. ahead: qkv asks for gate_up, gate_up for down."""
-    chain, records = Chain(short, workspace, ahead=ahead), []
+def time_chain(short: str, rows_list: list[int], kinds: list[str], workspace: LinearWorkspace) -> list[dict]:
+    """All layers' products in one graph, ours and torch's."""
+    chain, records = Chain(short, workspace), []
     for kind, rows in itertools.product(kinds, rows_list):
         chain.start(rows, kind)
-        id = f"L1-{short}-chain-r{rows}-{kind}" + ("-ahead" if ahead else "")
+        id = f"L1-{short}-chain-r{rows}-{kind}"
         gate(id, chain.error(), LIMIT["chain"])
         ours_us = time_graph([chain.ours]).median_us
         peers = {"torch bf16": round(time_graph([chain.peer]).median_us, 1)}
@@ -366,8 +363,7 @@ def main() -> None:
         if options.sweep:
             sweep(short, rows, kinds, workspace)
         else:
-            records += time_chain(short, rows, kinds, workspace, ahead=False)
-            records += time_chain(short, rows, kinds, workspace, ahead=True)
+            records += time_chain(short, rows, kinds, workspace)
             records += time_products(short, rows, kinds, workspace)
     if not options.sweep:
         finish(records, options.out)

@@ -7,6 +7,7 @@ the copy pays back only after 26 to 140 steps; on a CPU dense rows are what the 
 """
 
 from collections.abc import Hashable
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,7 +18,7 @@ from specdial.engine.drafters.base import Draft, Proposal, propose
 from specdial.engine.drafters.selection import Selection, choose_keys
 from specdial.engine.sequences import Sequences
 from specdial.kernels.full_attention import full_attention
-from specdial.kernels.sparse_attention import SparseWorkspace, sparse_attention, workspace_for
+from specdial.kernels.sparse_attention import rotate_and_attend, sparse_attention, workspace_for
 from specdial.policies.schema import DraftKV
 
 
@@ -106,25 +107,23 @@ class GatherDraft:
         """See Draft."""
         cache, chosen = self.s.cache, self.selection
         lengths = cache.lengths + depth  # [B]
-        workspace: SparseWorkspace | None = None
+        where: dict[str, Any] = {"tail_start": chosen.tail_start, "lengths": lengths, "page": chosen.page}
+        where["backend"] = self.s.backend
+        if self.s.backend == "triton":
+            c = self.s.decoder.config
+            q = torch.empty(
+                len(tokens), 1, c.heads, c.head_dim, dtype=cache.k.dtype, device=tokens.device
+            )  # of this shape
+            where["workspace"] = workspace_for(q, cache.layer(0)[0], chosen.indices[0], page=chosen.page)
 
         def attend(layer: int, q: Tensor) -> Tensor:
-            nonlocal workspace
-            keys, values = cache.layer(layer)
-            if workspace is None and self.s.backend == "triton":
-                workspace = workspace_for(q, keys, chosen.indices[layer], page=chosen.page)
-            return sparse_attention(
-                q,
-                keys,
-                values,
-                chosen.indices[layer],
-                chosen.counts,
-                tail_start=chosen.tail_start,
-                lengths=lengths,
-                backend=self.s.backend,
-                page=chosen.page,
-                workspace=workspace,
-            )
+            return sparse_attention(q, *cache.layer(layer), chosen.indices[layer], chosen.counts, **where)
 
-        logits = self.s.forward_rows(tokens[:, None], lengths, attend, float8=self.float8)
+        def attend_unrotated(layer: int, qkv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+            keys = (*cache.layer(layer), chosen.indices[layer], chosen.counts)
+            return rotate_and_attend(qkv, *keys, cos=cos, sin=sin, **where)
+
+        logits = self.s.forward_rows(
+            tokens[:, None], lengths, attend, attend_unrotated=attend_unrotated, float8=self.float8
+        )
         return propose(logits[:, -1], self.s.backend)

@@ -9,10 +9,17 @@ from dataclasses import dataclass, fields
 from typing import Any, TypedDict
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from specdial.engine.models.decoder import NO_TAPS, AttendCached, CacheOf, Decoder, Taps, float8_matrices
+from specdial.engine.models.decoder import (
+    NO_TAPS,
+    AttendCached,
+    AttendUnrotated,
+    CacheOf,
+    Decoder,
+    Taps,
+    float8_matrices,
+)
 from specdial.kernels import Backend
 from specdial.kernels.linear import (
     LinearWorkspace,
@@ -71,23 +78,31 @@ class FusedStep:
         *,
         backend: Backend,
         taps: Taps = NO_TAPS,
+        attend_unrotated: AttendUnrotated | None = None,
     ) -> Tensor:
-        """[B, T, V] float32 of tokens [B, T] at positions lengths[b] + t, keys and values written into `cache`."""
+        """[B, T, V] float32 of tokens [B, T] at positions lengths[b] + t, keys and values written into `cache`.
+
+        attend_unrotated: serves instead of `attend` where it can, which is where no norm comes before the rotation.
+        """
         d, c = self.decoder, self.decoder.config
         shared: Shared = {"backend": backend, "workspace": self._workspace}
         cos, sin = d.angles(cache(0)[0].shape[2])
-        h = F.embedding(tokens, d.embedding)  # [B, T, hidden], the residual stream, changed in place
+        h = d.embedding[tokens]  # [B, T, hidden], the residual stream, changed in place
         x: Tensor | Prepared = add_rms_norm(h, None, d.layers[0].attention_norm, c.norm_eps, backend=backend)[0]
         norms_after = [*(layer.attention_norm for layer in d.layers[1:]), d.norm]
         for index, (layer, products, norm_after) in enumerate(zip(d.layers, self._products, norms_after)):
             if index in taps:
                 taps[index].copy_(h)
             qkv = linear(x, products.qkv, bias=layer.qkv_bias, eps=c.norm_eps, out_dtype=d.dtype, **shared)
-            q = rope_and_cache(
-                qkv, lengths, *cache(index), cos=cos, sin=sin, backend=backend, q_norm=layer.q_norm,
-                k_norm=layer.k_norm, eps=c.norm_eps,
-            )  # fmt: skip
-            mixed = attend(index, q).flatten(-2)  # [B, T, H D]
+            if attend_unrotated and layer.q_norm is None:
+                mixed = attend_unrotated(index, qkv, cos, sin)  # [B, T, H, D]
+            else:
+                q = rope_and_cache(
+                    qkv, lengths, *cache(index), cos=cos, sin=sin, backend=backend, q_norm=layer.q_norm,
+                    k_norm=layer.k_norm, eps=c.norm_eps,
+                )  # fmt: skip
+                mixed = attend(index, q)
+            mixed = mixed.flatten(-2)  # [B, T, H D]
             x = linear_into_norm(mixed, products.out, residual=h, norm=layer.mlp_norm, pieces=self._pieces, **shared)
             active = linear_gated(x, products.gate_up, eps=c.norm_eps, **shared)
             x = linear_into_norm(active, products.down, residual=h, norm=norm_after, pieces=self._pieces, **shared)

@@ -27,7 +27,6 @@ def linear(
     out_dtype: torch.dtype | None = None,
     backend: Backend,
     workspace: LinearWorkspace | None = None,
-    ahead: torch.Tensor | Quantised | None = None,
 ) -> torch.Tensor:
     """weight @ x + bias for each row of x, [..., N] in out_dtype, by default that of x's values, which pieces have not.
 
@@ -38,13 +37,11 @@ def linear(
     Sums are in float32, and so is everything up to the one rounding of the result; within a step of K (a few hundred
     elements) a GPU's tensor cores keep 14 bits of the sums of float8 products. On a device with early launch parts
     of the weights move to the L2 cache while the kernel before may still run; nothing is read before its end.
-    ahead: a later product's weights, contiguous: the L2 cache is asked for them when this product's own have arrived,
-    where they fit it and the device launches early. No result depends on it.
     workspace: reused between calls of backend "triton" (one stream at a time); without one, a call that splits K
     allocates and clears its own. This paragraph holds for every function here.
     Raises ValueError on a wrong shape, dtype, device, stride or backend.
     """
-    x = _checked(x, weight, backend, ahead)
+    x = _checked(x, weight, backend)
     out_dtype = out_dtype or x.values.dtype
     if out_dtype not in FLOATS:
         raise ValueError(f"out_dtype is {out_dtype}, expected one of {', '.join(map(str, FLOATS))}")
@@ -54,7 +51,7 @@ def linear(
         return linear_reference(x, weight, bias=bias, eps=eps, out_dtype=out_dtype)
     from specdial.kernels.linear.launch import linear_triton
 
-    return linear_triton(x, weight, bias=bias, eps=eps, out_dtype=out_dtype, workspace=workspace, ahead=ahead)
+    return linear_triton(x, weight, bias=bias, eps=eps, out_dtype=out_dtype, workspace=workspace)
 
 
 def linear_gated(
@@ -64,20 +61,19 @@ def linear_gated(
     eps: float = 0.0,
     backend: Backend,
     workspace: LinearWorkspace | None = None,
-    ahead: torch.Tensor | Quantised | None = None,
 ) -> Prepared:
     """silu(gate) * up, [..., N / 2], of weight @ x: weight is gate rows, then as many up rows. See `linear`.
 
     The values have x's dtype, and are pieces if those of x are; float16 and pieces are shrunk.
     """
-    x = _checked(x, weight, backend, ahead)
+    x = _checked(x, weight, backend)
     if _columns(weight) % 2:
         raise ValueError(f"weight has {_columns(weight)} rows, expected gate rows and as many up rows")
     if backend == "reference":
         return linear_gated_reference(x, weight, eps=eps)
     from specdial.kernels.linear.launch import linear_gated_triton
 
-    return linear_gated_triton(x, weight, eps=eps, workspace=workspace, ahead=ahead)
+    return linear_gated_triton(x, weight, eps=eps, workspace=workspace)
 
 
 def linear_into_norm(
@@ -115,7 +111,6 @@ def linear_into_norm(
 
 def _checked(
     x: torch.Tensor | Prepared, weight: torch.Tensor | Quantised, backend: Backend,
-    ahead: torch.Tensor | Quantised | None = None,
 ) -> Prepared:  # fmt: skip
     """x as rows for a product with this weight. Raises ValueError unless they fit together."""
     rows = x if isinstance(x, Prepared) else Prepared(x)
@@ -141,9 +136,6 @@ def _checked(
         raise ValueError(f"weight has shape {list(matrix.shape)}, expected some rows")
     if isinstance(weight, Quantised):
         _check_dense("scale", weight.scale, (matrix.shape[0],), (torch.float32,), values.device)
-    if ahead is not None:
-        later = ahead.values if isinstance(ahead, Quantised) else ahead
-        _check_dense("ahead", later, (None, None), (FLOAT8, *FLOATS), values.device)
     check_backend(backend, values.device)
     if backend == "triton" and count > MAX_ROWS:
         raise ValueError(f'x {list(rows.shape)} has {count} rows, backend "triton" takes up to {MAX_ROWS}')

@@ -10,28 +10,26 @@ from specdial.kernels.linear.quantised import Quantised
 from specdial.kernels.linear.triton import linear_kernel
 from specdial.kernels.linear.workspace import LinearWorkspace
 
-MOST_AHEAD_BYTES = 32 << 20  # of a later product's weights: two thirds of an H200's L2 cache
 SQUARES_A_THREAD = 32  # registers that partial sums of squares may wait in
 
 
 def linear_triton(
     x: Prepared, weight: torch.Tensor | Quantised, *, bias: torch.Tensor | None, eps: float, out_dtype: torch.dtype,
-    workspace: LinearWorkspace | None, ahead: torch.Tensor | Quantised | None = None,
-    config: LinearConfig | None = None,
+    workspace: LinearWorkspace | None, config: LinearConfig | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """See `linear`; arguments are validated by the caller. `config` overrides the launch shape, here and below."""
     out = torch.empty(*x.shape[:-1], _columns(weight), dtype=out_dtype, device=x.values.device)  # [..., N]
-    _launch(x, weight, out, config or _plan(x, weight), workspace, bias=bias, eps=eps, ahead=ahead)
+    _launch(x, weight, out, config or _plan(x, weight), workspace, bias=bias, eps=eps)
     return out
 
 
 def linear_gated_triton(
     x: Prepared, weight: torch.Tensor | Quantised, *, eps: float, workspace: LinearWorkspace | None,
-    ahead: torch.Tensor | Quantised | None = None, config: LinearConfig | None = None,
+    config: LinearConfig | None = None,
 ) -> Prepared:  # fmt: skip
     """See `linear_gated`."""
     out = x.values.new_empty(*x.values.shape[:-1], _columns(weight) // 2)  # [..., N / 2], or [2, ..., N / 2] in pieces
-    _launch(x, weight, out, config or _plan(x, weight, gated=True), workspace, eps=eps, gated=True, ahead=ahead)
+    _launch(x, weight, out, config or _plan(x, weight, gated=True), workspace, eps=eps, gated=True)
     return Prepared(out, shrink_for(out.dtype))
 
 
@@ -59,12 +57,6 @@ def _matrix(weight: torch.Tensor | Quantised) -> torch.Tensor:
     return weight.values if isinstance(weight, Quantised) else weight
 
 
-def _ahead_bytes(later: torch.Tensor | None) -> int:
-    """Of a later product's weights that are worth asking for: all or none."""
-    size = 0 if later is None else later.numel() * later.element_size()
-    return size if size % 16 == 0 and size <= MOST_AHEAD_BYTES else 0
-
-
 def _plan(x: Prepared, weight: torch.Tensor | Quantised, *, gated: bool = False) -> LinearConfig:
     K = x.shape[-1]
     return plan(
@@ -77,10 +69,9 @@ def _launch(
     x: Prepared, weight: torch.Tensor | Quantised, out: torch.Tensor, config: LinearConfig,
     workspace: LinearWorkspace | None, *, bias: torch.Tensor | None = None, eps: float = 0.0, gated: bool = False,
     residual: torch.Tensor | None = None, norm: torch.Tensor | None = None, squares_out: torch.Tensor | None = None,
-    ahead: torch.Tensor | Quantised | None = None,
 ) -> None:  # fmt: skip
     """Fill `out`, and with residual, norm and squares_out those that are results; the last three come together."""
-    matrix, later = _matrix(weight), None if ahead is None else _matrix(ahead)
+    matrix = _matrix(weight)
     values = x.values
     K, N = values.shape[-1], out.shape[-1]
     rows = x.shape.numel() // K
@@ -104,12 +95,12 @@ def _launch(
         values, matrix, weight.scale if isinstance(weight, Quantised) else unused, unused if bias is None else bias,
         unused if x.squares is None else x.squares, unused if residual is None else residual,
         unused if norm is None else norm, out, unused if squares_out is None else squares_out, partials, arrivals,
-        unused if later is None else later, rows, float(eps), 1.0 / x.shrink, N=N, K=K, PARTS=parts, CHUNK=chunk,
+        rows, float(eps), 1.0 / x.shrink, N=N, K=K, PARTS=parts, CHUNK=chunk,
         BLOCK_N=config.block_n, BLOCK_M=config.block_m, BLOCK_K=config.block_k, FOLD=config.fold, SPLITS=config.splits,
         STAGES=config.stages, PREFETCH=config.prefetch_bytes if options["PDL"] and aligned else 0,
         APART=config.apart, GATED=gated, BIAS=bias is not None, SCALED=isinstance(weight, Quantised),
         INTO_NORM=residual is not None,
         SHRINK=shrink_for(out.dtype) if gated or residual is not None else 1.0, LARGEST=LARGEST_PIECE,
         PRECISION="ieee" if values.dtype == torch.float32 else "tf32", THREADS=32 * config.warps,
-        AHEAD=_ahead_bytes(later) if options["PDL"] else 0, num_warps=config.warps, **options,
+        num_warps=config.warps, **options,
     )  # fmt: skip

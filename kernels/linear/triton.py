@@ -36,12 +36,6 @@ def _prefetch(weight, tile, start, bytes_each, N, K: tl.constexpr, BLOCK_N: tl.c
     size = tl.where(n < N, tl.minimum(piece, bytes_each - begin), 0)
     SIZE: tl.constexpr = weight.dtype.element_ty.primitive_bitwidth // 8
     address = weight.to(tl.int64) + (n + row // BLOCK_N * N).to(tl.int64) * (K * SIZE) + (start + begin)
-    _ask(address, size)
-
-
-@triton.jit
-def _ask(address, size):
-    """Ask the L2 cache for `size` bytes (a multiple of 16, none below it) from each address."""
     tl.inline_asm_elementwise(
         "{ .reg .pred p; setp.gt.s32 p, $2, 0; @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }",
         "=r,l,r", [address, size], dtype=tl.int32, is_pure=False, pack=1,
@@ -74,20 +68,19 @@ def _squares(squares, start, m, rows, PARTS: tl.constexpr, CHUNK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rows"])
 def linear_kernel(
-    x, weight, scale, bias, squares, residual, norm, out, squares_out, partials, arrivals, ahead, rows, eps, factor,
+    x, weight, scale, bias, squares, residual, norm, out, squares_out, partials, arrivals, rows, eps, factor,
     N: tl.constexpr, K: tl.constexpr, PARTS: tl.constexpr, CHUNK: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, FOLD: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr,
     PREFETCH: tl.constexpr, APART: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr, SCALED: tl.constexpr,
     INTO_NORM: tl.constexpr, SHRINK: tl.constexpr, LARGEST: tl.constexpr, PRECISION: tl.constexpr,
-    THREADS: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
+    THREADS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Axis 0: (tile of BLOCK_N output columns, split of K). N counts output columns, GATED has 2 * N weight rows.
 
     BLOCK_K: elements of a weight row in one step, all FOLD parts together. factor: of every sum. PARTS: of squares, 0
     without a norm to finish; CHUNK of them are read at a time. PREFETCH: bytes of weights to ask for ahead of the wait.
     INTO_NORM: h goes over residual, h * norm to out, sums of h^2 to squares_out. SHRINK: of what goes to out. A float8
-    x or out is [2, rows, ...], pieces that add up to it; those of x meet the weights side by side, or APART. AHEAD:
-    bytes of `ahead` to ask for once this program's own weights are there.
+    x or out is [2, rows, ...], pieces that add up to it; those of x meet the weights side by side, or APART.
     """
     PIECES: tl.constexpr = 2 if x.dtype.element_ty == tl.float8e5 and not APART else 1
     PART: tl.constexpr = BLOCK_K // FOLD
@@ -169,11 +162,6 @@ def linear_kernel(
                 up += tl.dot(w_up, v)
             else:
                 up = tl.dot(w_up, v, up, input_precision=PRECISION)
-
-    if AHEAD > 0:
-        share = tl.cdiv(AHEAD, tl.num_programs(0) * THREADS * 16) * 16
-        begin = (tl.program_id(0) * THREADS + tl.arange(0, THREADS)) * share
-        _ask(ahead.to(tl.int64) + begin, tl.minimum(share, AHEAD - begin))
 
     same = (r % FOLD)[:, None] == (tl.arange(0, BLOCK_M * FOLD) // BLOCK_M)[None, :]
     acc = _unfold(acc, same, BLOCK_N, BLOCK_M, FOLD, PIECES)  # [BN, BM]

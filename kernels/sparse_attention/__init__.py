@@ -12,10 +12,11 @@ from specdial.kernels.checks import (
     check_last_stride,
     check_shape,
 )
+from specdial.kernels.rope_cache.reference import rope_and_cache_reference
 from specdial.kernels.sparse_attention.reference import sparse_attention_reference
 from specdial.kernels.sparse_attention.workspace import SparseWorkspace
 
-__all__ = ["SparseWorkspace", "sparse_attention", "workspace_for"]
+__all__ = ["SparseWorkspace", "rotate_and_attend", "sparse_attention", "workspace_for"]
 
 HEAD_DIMS = (64, 128)
 MAX_SLAB_ELEMENTS = 2**31  # offsets inside one head's keys are int32
@@ -53,11 +54,7 @@ def sparse_attention(
     Raises ValueError for wrong shapes, dtypes, devices or strides.
     """
     _check(q, k_cache, v_cache, indices, counts)
-    B = q.shape[0]
-    for name, tensor in (("tail_start", tail_start), ("lengths", lengths)):
-        check_shape(name, tensor, (B,))
-        check_dtype(name, tensor, INTEGERS)
-        check_device(name, tensor, q.device)
+    _check_lengths(q, tail_start=tail_start, lengths=lengths)
     check_backend(backend, q.device)
     if page < 1:
         raise ValueError(f"page is {page}, expected at least 1")
@@ -70,6 +67,61 @@ def sparse_attention(
     return sparse_attention_triton(
         q, k_cache, v_cache, indices, counts, tail_start=tail_start, lengths=lengths, page=page, workspace=workspace,
         fresh=fresh,
+    )  # fmt: skip
+
+
+def rotate_and_attend(
+    qkv: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    indices: torch.Tensor,
+    counts: torch.Tensor,
+    *,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    tail_start: torch.Tensor,
+    lengths: torch.Tensor,
+    backend: Backend,
+    page: int = 1,
+    workspace: SparseWorkspace | None = None,
+) -> torch.Tensor:
+    """`rope_and_cache`, then `sparse_attention`, for one new token of each sequence: [B, 1, H, D], in one launch.
+
+    qkv: [B, 1, (H + 2 Hk) D], heads of q, then k, then v, contiguous; cos, sin: [P, D/2] float32, P >= S. A token
+    whose position lengths[b] is outside the cache is written nowhere, and its result means nothing. The rest, and the
+    errors, as there.
+    """
+    check_shape("qkv", qkv, (None, 1, None))
+    check_shape("k_cache", k_cache, (qkv.shape[0], None, None, None))
+    Hk, S, D = k_cache.shape[1:]
+    if not qkv.is_contiguous() or D == 0 or qkv.shape[2] % D or qkv.shape[2] // D <= 2 * Hk:
+        raise ValueError(f"qkv {list(qkv.shape)} does not fit k_cache {list(k_cache.shape)}, or is not contiguous")
+    heads = qkv.view(qkv.shape[0], 1, -1, D)
+    q = heads[:, :, : -2 * Hk]
+    _check(q, k_cache, v_cache, indices, counts)
+    _check_lengths(q, tail_start=tail_start, lengths=lengths)
+    for name, table in (("cos", cos), ("sin", sin)):
+        check_shape(name, table, (cos.shape[0], D // 2))
+        check_dtype(name, table, (torch.float32,))
+        check_device(name, table, qkv.device)
+        check_last_stride(name, table)
+        if table.shape[0] < S or table.stride(0) != cos.stride(0):
+            raise ValueError(f"{name} {list(table.shape)} has fewer rows than the cache has slots, or another stride")
+    check_backend(backend, qkv.device)
+    if page < 1:
+        raise ValueError(f"page is {page}, expected at least 1")
+    if backend == "reference":
+        q = rope_and_cache_reference(
+            qkv, lengths, k_cache, v_cache, cos=cos, sin=sin, ahead=0, q_norm=None, k_norm=None, eps=0.0
+        )
+        return sparse_attention_reference(
+            q, k_cache, v_cache, indices, counts, tail_start=tail_start, lengths=lengths, page=page
+        )
+    from specdial.kernels.sparse_attention.triton import sparse_attention_triton
+
+    return sparse_attention_triton(
+        heads, k_cache, v_cache, indices, counts, tail_start=tail_start, lengths=lengths, page=page,
+        workspace=workspace, angles=(cos, sin),
     )  # fmt: skip
 
 
@@ -116,3 +168,10 @@ def _check(
         )
     if S * k_cache.stride(2) >= MAX_SLAB_ELEMENTS:
         raise ValueError(f"k_cache {list(k_cache.shape)} holds 2**31 or more elements a head")
+
+
+def _check_lengths(q: torch.Tensor, **lengths: torch.Tensor) -> None:
+    for name, tensor in lengths.items():
+        check_shape(name, tensor, (q.shape[0],))
+        check_dtype(name, tensor, INTEGERS)
+        check_device(name, tensor, q.device)

@@ -5,6 +5,9 @@ query row t exactly when j < selected + lengths - tail_start + t + 1, so that th
 The next tile's indices are loaded one tile ahead: a load of indices that feeds the same tile's keys would leave K and V
 unpipelined, and so would anything but an address that depends on them. When the list is split, a program leaves its
 partial result and the last of a head's programs to arrive merges them: no second launch.
+
+ROTATE is a drafted token's whole attention, T 1: its query, key and value come as the product left them, are rotated
+here, and the last program of a head writes the key and the value and takes them into its sum from registers.
 """
 
 from dataclasses import dataclass
@@ -24,22 +27,32 @@ MAX_SPLITS = 16
 
 @dataclass(frozen=True, slots=True)
 class SparseConfig:
-    """Launch shape: query rows and keys per tile, programs per head, warps, pipeline stages."""
+    """Launch shape: query rows and keys per tile, programs per head, warps, pipeline stages, tiles asked for early."""
 
     block_m: int
     block_n: int
     splits: int
     warps: int
     stages: int
+    early_tiles: int = 1
+
+
+@triton.jit
+def _rotated(rows, d, cos, sin, D: tl.constexpr):
+    """Heads at pointers `rows` [M, 1], rotated: channel i turns with i + D / 2. [M, D] in their dtype."""
+    x = tl.load(rows + d[None, :]).to(tl.float32)
+    other = tl.load(rows + ((d + D // 2) % D)[None, :]).to(tl.float32)
+    turned = x * cos[None, :] + tl.where(d < D // 2, -1.0, 1.0)[None, :] * other * sin[None, :]
+    return turned.to(rows.dtype.element_ty)
 
 
 @triton.jit
 def _sparse_attention(
-    q, k, v, indices, counts, tail_start, lengths, out, partials, arrivals,
+    q, k, v, indices, counts, tail_start, lengths, out, partials, arrivals, cos, sin,
     stride_qb, stride_qt, stride_qh, stride_kb, stride_kh, stride_ks, stride_ib, stride_ih, stride_cb, stride_ch,
-    scale, Hk, T: tl.constexpr, G: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, ROW_BLOCKS: tl.constexpr, STAGES: tl.constexpr,
-    PRECISION: tl.constexpr, FRESH: tl.constexpr, PDL: tl.constexpr,
+    stride_angle, scale, Hk, S, P, T: tl.constexpr, G: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, ROW_BLOCKS: tl.constexpr, STAGES: tl.constexpr,
+    PRECISION: tl.constexpr, FRESH: tl.constexpr, EARLY: tl.constexpr, ROTATE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL and FRESH:
         await_previous()
@@ -52,7 +65,9 @@ def _sparse_attention(
     length = tl.load(lengths + b).to(tl.int32)
     selected = tl.load(counts + b * stride_cb + h * stride_ch).to(tl.int32) * PAGE
     indices += b * stride_ib + h * stride_ih
-    total = selected + length - start + T
+    total = selected + length - start + T  # keys of the list
+    if ROTATE:
+        total -= 1  # the new one is in no cache yet
     tiles = tl.cdiv(tl.cdiv(total, BLOCK_N), SPLITS)
     first = split * tiles * BLOCK_N
     last = tl.minimum(first + tiles * BLOCK_N, total)
@@ -61,22 +76,34 @@ def _sparse_attention(
     k += b * stride_kb + h * stride_kh
     v += b * stride_kb + h * stride_kh
     lane = tl.arange(0, BLOCK_N)
+    if ROTATE:
+        angle = tl.minimum(tl.maximum(length, 0), P - 1).to(tl.int64) * stride_angle + d % (D // 2)
+        turn_cos, turn_sin = tl.load(cos + angle), tl.load(sin + angle)
     ahead = tl.load(indices + (first + lane) // PAGE, mask=first + lane < selected, other=0)
     if PDL and not FRESH:  # the selection and its keys are older than the kernel before this one
         if k.dtype.element_ty.primitive_bitwidth == 16:
             line = tl.arange(0, D // 64) * 64
-            place = ((ahead * PAGE + (first + lane) % PAGE) * stride_ks)[:, None] + line[None, :]
-            wanted = (first + lane < selected)[:, None] & (line[None, :] >= 0)
-            prefetch_lines(k + place, wanted)
-            prefetch_lines(v + place, wanted)
+            for early in tl.static_range(EARLY):
+                slot = first + early * BLOCK_N + lane
+                inside = slot < tl.minimum(selected, last)
+                chosen = tl.load(indices + slot // PAGE, mask=inside, other=0)
+                place = ((chosen * PAGE + slot % PAGE) * stride_ks)[:, None] + line[None, :]
+                wanted = inside[:, None] & (line[None, :] >= 0)
+                prefetch_lines(k + place, wanted)
+                prefetch_lines(v + place, wanted)
         await_previous()
 
     row = row_block * BLOCK_M + tl.arange(0, BLOCK_M)  # row t*G+g
     row_used = row < T * G
     head = h * G + row % G
+    if ROTATE:
+        head = tl.where(row_used, head, 0)  # rows past the group read a head that is there
     q_rows = q + b * stride_qb + (row // G) * stride_qt + head * stride_qh
-    queries = tl.load(q_rows[:, None] + d[None, :], mask=row_used[:, None], other=0.0)  # [M, D]
-    limit = selected + length - start + row // G + 1  # [M]
+    if ROTATE:
+        queries = _rotated(q_rows[:, None], d, turn_cos, turn_sin, D)
+    else:
+        queries = tl.load(q_rows[:, None] + d[None, :], mask=row_used[:, None], other=0.0)  # [M, D]
+    limit = total - T + 1 + row // G  # [M]
 
     maximum = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total_mass = tl.zeros([BLOCK_M], tl.float32)
@@ -100,6 +127,24 @@ def _sparse_attention(
         acc = acc * decay[:, None]
         acc = tl.dot(weights.to(values.dtype), values, acc, input_precision=PRECISION)
         maximum = new_maximum
+
+    if ROTATE:  # noqa: SIM102 - a condition of the compiler's, and one of the program's
+        if split == SPLITS - 1:
+            own = q + b * stride_qb + (Hk * G + h) * D  # heads of q, then of k, then of v
+            key = _rotated((own + tl.zeros([1], tl.int32))[:, None], d, turn_cos, turn_sin, D)  # [1, D]
+            value = tl.load(own + Hk * D + d)
+            position = tl.zeros([D], tl.int64) + length
+            own_place = position * stride_ks + d
+            inside_cache = (position >= 0) & (position < S)
+            tl.store(k + own_place, tl.reshape(key, [D]), mask=inside_cache)
+            tl.store(v + own_place, value, mask=inside_cache)
+            logit = tl.sum(queries.to(tl.float32) * key.to(tl.float32), axis=1) * scale  # [M]
+            new_maximum = tl.maximum(maximum, logit)
+            weight = tl.exp2(logit - new_maximum)
+            decay = tl.exp2(maximum - new_maximum)
+            total_mass = total_mass * decay + weight
+            acc = acc * decay[:, None] + weight[:, None] * value.to(tl.float32)[None, :]
+            maximum = new_maximum
 
     out_rows = out + ((b * T + row // G) * Hk * G + head) * D
     if SPLITS == 1:
@@ -150,11 +195,17 @@ def sparse_attention_triton(
     page: int = 1,
     workspace: SparseWorkspace | None = None,
     fresh: bool = False,
+    angles: tuple[torch.Tensor, torch.Tensor] | None = None,
     config: SparseConfig | None = None,
 ) -> torch.Tensor:
-    """See `sparse_attention`. `config` overrides the launch shape, for sweeps."""
+    """See `sparse_attention`. `config` overrides the launch shape, for sweeps.
+
+    angles: cos and sin, for `rotate_and_attend`: q is then its qkv as [B, 1, H + 2 Hk, D].
+    """
     B, T, H, D = q.shape
     Hk = k_cache.shape[1]
+    if angles is not None:
+        H -= 2 * Hk
     G = H // Hk
     config = config or plan(B * Hk, T * G, indices.shape[2] * page + T, q.dtype)
     row_blocks = triton.cdiv(T * G, config.block_m)
@@ -171,13 +222,14 @@ def sparse_attention_triton(
             )
     out = torch.empty(B, T, H, D, dtype=q.dtype, device=q.device)
     count_stride = counts.stride() if counts.dim() == 2 else (counts.stride(0), 0)
+    cos, sin = (q, q) if angles is None else angles
     _sparse_attention[(B * Hk * config.splits, row_blocks)](
-        q, k_cache, v_cache, indices, counts, tail_start, lengths, out, partials, arrivals,
-        *q.stride()[:3], *k_cache.stride()[:3], *indices.stride()[:2], *count_stride,
-        D**-0.5 * LOG2_E, Hk, T=T, G=G, D=D, PAGE=page, BLOCK_M=config.block_m, BLOCK_N=config.block_n,
-        SPLITS=config.splits, ROW_BLOCKS=row_blocks, STAGES=config.stages,
-        PRECISION="ieee" if q.dtype == torch.float32 else "tf32", FRESH=fresh, num_warps=config.warps,
-        **launch_options(q.device),
+        q, k_cache, v_cache, indices, counts, tail_start, lengths, out, partials, arrivals, cos, sin,
+        *q.stride()[:3], *k_cache.stride()[:3], *indices.stride()[:2], *count_stride, cos.stride(0),
+        D**-0.5 * LOG2_E, Hk, k_cache.shape[2], cos.shape[0], T=T, G=G, D=D, PAGE=page, BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n, SPLITS=config.splits, ROW_BLOCKS=row_blocks, STAGES=config.stages,
+        PRECISION="ieee" if q.dtype == torch.float32 else "tf32", FRESH=fresh, EARLY=config.early_tiles,
+        ROTATE=angles is not None, num_warps=config.warps, **launch_options(q.device),
     )  # fmt: skip
     return out
 

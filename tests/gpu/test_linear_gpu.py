@@ -199,21 +199,6 @@ def test_a_large_stream_passes_through_pieces() -> None:
     assert distance(got, normed @ (head.values.double() * head.scale.double()[:, None]).T) <= BUDGET[PIECE]
 
 
-def test_asking_for_later_weights_changes_nothing() -> None:
-    later = quantise(torch.randn(1536, 8960, device="cuda", dtype=BF16))
-    for dtype in (BF16, "float8"):
-        qkv, gate = Problem(2048, 1536, "after", 16, dtype), Problem(17920, 1536, "after gated", 16, dtype)
-        options: dict[str, object] = {"eps": EPS, "backend": "triton"}
-        for ahead in (later, later.values[:7]):  # 7 * 8960 bytes do not share out evenly
-            got = linear(qkv.x, qkv.weight, out_dtype=BF16, ahead=ahead, **options)
-            assert torch.equal(got, linear(qkv.x, qkv.weight, out_dtype=BF16, **options))
-            assert torch.equal(
-                linear_gated(gate.x, gate.weight, ahead=ahead, **options).wide(),
-                linear_gated(gate.x, gate.weight, **options).wide(),
-            )
-        torch.cuda.synchronize()
-
-
 class Layers:
     """A small decoder's products without attention, and one step over them."""
 

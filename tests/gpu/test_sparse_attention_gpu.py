@@ -6,7 +6,8 @@ The budget of a dtype is what torch's own arithmetic in that dtype loses against
 import pytest
 import torch
 
-from specdial.kernels.sparse_attention import SparseWorkspace, sparse_attention
+from specdial.kernels.rope_cache import rope_and_cache
+from specdial.kernels.sparse_attention import SparseWorkspace, rotate_and_attend, sparse_attention
 from specdial.kernels.sparse_attention.reference import sparse_attention_reference
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -86,3 +87,31 @@ def test_one_graph_serves_every_length_and_selection() -> None:
         want = sparse_attention_reference(*(x.double() for x in tensors[:3]), *tensors[3:], **where)
         assert distance(out, want) < 6e-3
         assert workspace.arrivals.count_nonzero() == 0
+
+
+@pytest.mark.parametrize(
+    "shape", [s for s in SHAPES if s[0] == 1] + [(1, 6, 2, 128, 64, 16, 9, (5000, 600) * 8)], ids=str
+)
+def test_one_launch_rotates_caches_and_attends_as_two_do(shape: tuple) -> None:
+    (q, k, v, indices, counts), where = problem(shape, torch.bfloat16)
+    B, _, H, D = q.shape
+    Hk, S = k.shape[1:3]
+    for b, length in enumerate(where["lengths"]):  # the new token's key is not there yet
+        k[b, :, length] = v[b, :, length] = NAN
+    qkv = torch.randn(B, 1, (H + 2 * Hk) * D, dtype=torch.bfloat16, device="cuda")
+    turn = torch.rand(S, D // 2, device="cuda") * 6
+    options = {"backend": "triton", "cos": turn.cos(), "sin": turn.sin()}
+    keys, values = k.clone(), v.clone()
+    rotated = rope_and_cache(qkv, where["lengths"], keys, values, **options)
+    want = sparse_attention_reference(
+        rotated.double(), keys.double(), values.double(), indices, counts, **where, page=shape[5]
+    )
+    found = []
+    for _ in range(2):
+        own_keys, own_values = k.clone(), v.clone()
+        found.append(rotate_and_attend(qkv, own_keys, own_values, indices, counts, page=shape[5], **where, **options))
+        torch.testing.assert_close(own_keys, keys, rtol=1e-2, atol=1e-6, equal_nan=True)  # a rounding apart at most
+        assert torch.equal(own_values.isnan(), values.isnan())
+        torch.testing.assert_close(own_values, values, rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(*found)
+    assert distance(found[0], want) <= 6e-3

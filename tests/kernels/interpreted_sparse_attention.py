@@ -6,7 +6,7 @@ Started by test_sparse_attention_interpreted. The interpreter's bf16 is wrong, s
 import pytest
 import torch
 
-from specdial.kernels.sparse_attention import SparseWorkspace, sparse_attention, workspace_for
+from specdial.kernels.sparse_attention import SparseWorkspace, rotate_and_attend, sparse_attention, workspace_for
 from specdial.kernels.sparse_attention.triton import SparseConfig, sizes, sparse_attention_triton
 
 
@@ -111,3 +111,34 @@ def test_a_workspace_made_for_the_shapes_is_enough_and_reusable() -> None:
     assert workspace.arrivals.numel() == 4  # four (sequence, kv head) pairs, split
     for _ in range(2):
         compare(call, 5e-3, workspace=workspace)
+
+
+@pytest.mark.parametrize(("G", "D", "page", "drafted", "dtype"), [
+    (6, 128, 16, 9, torch.float32), (1, 64, 1, 0, torch.float32), (3, 64, 4, 2, torch.float16),
+])  # fmt: skip
+@pytest.mark.parametrize("splits", [1, 3])
+def test_a_drafted_token_is_rotated_cached_and_attended_to_in_one_launch(
+    G: int, D: int, page: int, drafted: int, dtype: torch.dtype, splits: int
+) -> None:
+    call = problem(G=G, D=D, keys=70, budget=3 if page > 1 else 30, page=page, drafted=drafted)
+    B, Hk, S, _ = call["k_cache"].shape
+    for b, length in enumerate(call["lengths"]):  # the new token's key is not there yet
+        call["k_cache"][b, :, length] = call["v_cache"][b, :, length] = float("nan")
+    qkv = torch.randn(B, 1, (G + 2) * Hk * D)
+    turn = torch.rand(S + 2, D // 2) * 6
+    tables = {"cos": turn.cos(), "sin": turn.sin()}
+    call = {name: x.to(dtype) if x.is_floating_point() else x for name, x in (call | {"qkv": qkv}).items()}
+    where = {"tail_start": call["tail_start"], "lengths": call["lengths"], "page": page}
+    caches = {backend: (call["k_cache"].clone(), call["v_cache"].clone()) for backend in ("reference", "triton")}
+    want = rotate_and_attend(
+        call["qkv"], *caches["reference"], call["indices"], call["counts"], backend="reference", **tables, **where
+    )
+    config = SparseConfig(block_m=16, block_n=16, splits=splits, warps=4, stages=2)
+    got = sparse_attention_triton(
+        call["qkv"].view(B, 1, -1, D), *caches["triton"], call["indices"], call["counts"], config=config,
+        angles=(tables["cos"], tables["sin"]), **where,
+    )  # fmt: skip
+    tolerance = 1e-5 if dtype == torch.float32 else 5e-3
+    torch.testing.assert_close(got, want, atol=tolerance, rtol=tolerance)
+    for written, expected in zip(caches["triton"], caches["reference"]):
+        torch.testing.assert_close(written, expected, atol=tolerance, rtol=tolerance, equal_nan=True)

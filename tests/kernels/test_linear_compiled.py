@@ -62,9 +62,7 @@ class Compiled:
         return self.ir[start : self.ir.index("scf.yield", start)]
 
 
-def compile_product(
-    N: int, K: int, use: str, rows: int, kind: str, ahead_bytes: int = 0
-) -> tuple[Compiled, LinearConfig]:
+def compile_product(N: int, K: int, use: str, rows: int, kind: str) -> tuple[Compiled, LinearConfig]:
     """The kernel as the plan launches it, and the plan."""
     eight, gated, into = item_bytes(use, kind) == 1, use == GATE, use in (OUT, DOWN)
     config = plan(N, K, rows, item_bytes=item_bytes(use, kind), gated=gated)
@@ -73,7 +71,7 @@ def compile_product(
     types = dict.fromkeys(("scale", "squares", "squares_out", "partials"), "*fp32") | {
         "x": "*fp8e5" if eight else data, "weight": "*fp8e4nv" if eight else data, "bias": data,
         "residual": data, "norm": data, "out": "*fp32" if use == HEAD else left if gated or into else data,
-        "arrivals": "*i32", "ahead": data, "rows": "i32", "eps": "fp32", "factor": "fp32",
+        "arrivals": "*i32", "rows": "i32", "eps": "fp32", "factor": "fp32",
     }  # fmt: skip
     parts = 0 if into or use == "first" else K // (16 if K < 2048 else 32)
     constants = {
@@ -83,7 +81,7 @@ def compile_product(
         "SPLITS": config.splits, "STAGES": config.stages, "PREFETCH": config.prefetch_bytes, "APART": config.apart,
         "GATED": gated, "BIAS": use in (QKV, "first"), "SCALED": eight, "INTO_NORM": into,
         "SHRINK": 0.25 if kind != "bf16" and (gated or into) else 1.0, "LARGEST": LARGEST_PIECE, "PRECISION": "tf32",
-        "THREADS": 32 * config.warps, "AHEAD": ahead_bytes, "PDL": True,
+        "THREADS": 32 * config.warps, "PDL": True,
     }  # fmt: skip
     names = linear_kernel.arg_names
     source = ASTSource(
@@ -152,13 +150,3 @@ def test_a_product_streams_its_weights(N: int, K: int, use: str, rows: int, kind
 def test_any_k_compiles_without_spills(N: int, K: int, use: str, kind: str) -> None:
     built, _ = compile_product(N, K, use, 5, kind)
     assert built.stack_bytes == 0
-
-
-@pytest.mark.parametrize(("N", "K", "use"), [(2048, 1536, QKV), (8960, 1536, GATE)])
-def test_later_weights_are_asked_for_after_the_last_own(N: int, K: int, use: str) -> None:
-    built, config = compile_product(N, K, use, 16, "fp8", ahead_bytes=8960 * 1536)
-    assert built.stack_bytes == 0
-    asked = [found.start() for found in re.finditer(r"cp\.async\.bulk\.prefetch\.L2\.global", built.ptx)]
-    assert len(asked) == (config.prefetch_bytes > 0) + 1
-    assert asked[-1] > built.ptx.rindex("wgmma.mma_async")
-    assert asked[-1] < built.ptx.index("st.global")

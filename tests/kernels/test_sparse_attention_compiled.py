@@ -24,7 +24,7 @@ KIB = 1024
 SM_SHARED = 227 * KIB
 CUOBJDUMP = Path(nvidia.__file__).parent / "bin" / "cuobjdump"
 INTEGER_POINTERS = re.compile(r"indices|counts|lengths|tail_start|arrivals|positions|list_|in_|rows|committed")
-FLOAT32_POINTERS = {"partials", "scores", "out_scores"}
+FLOAT32_POINTERS = {"partials", "scores", "out_scores", "cos", "sin"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ def compile_for_h200(kernel: object, values: set[str], constants: dict[str, obje
             signature[name] = "*fp32"
         else:
             signature[name] = "*i32" if INTEGER_POINTERS.match(name) or name in ("out_keys", "out_positions") else data
-        if signature[name] not in ("fp32",) and name not in ("Hk", "sink"):
+        if signature[name] not in ("fp32",) and name not in ("Hk", "S", "P", "sink"):
             attributes[(position,)] = [["tt.divisibility", 16]]
     places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
     source = ASTSource(fn=kernel, signature=signature, constexprs=places, attrs=attributes)
@@ -79,9 +79,12 @@ SHAPES = [  # pairs, T, G, D, keys, dtype, page
 ]
 
 
-@pytest.mark.parametrize(("pairs", "T", "G", "D", "keys", "dtype", "page"), SHAPES)
+@pytest.mark.parametrize(
+    ("pairs", "T", "G", "D", "keys", "dtype", "page", "rotate"),
+    [(*shape, False) for shape in SHAPES] + [(32, 1, 6, 128, 1025, "bf16", 16, True)],
+)
 def test_sparse_attention_neither_spills_nor_waits_for_the_tile_it_just_asked_for(
-    pairs: int, T: int, G: int, D: int, keys: int, dtype: str, page: int, tmp_path: Path
+    pairs: int, T: int, G: int, D: int, keys: int, dtype: str, page: int, rotate: bool, tmp_path: Path
 ) -> None:
     import torch
 
@@ -90,10 +93,11 @@ def test_sparse_attention_neither_spills_nor_waits_for_the_tile_it_just_asked_fo
     constants = {
         "T": T, "G": G, "D": D, "PAGE": page, "BLOCK_M": config.block_m, "BLOCK_N": config.block_n,
         "SPLITS": config.splits, "ROW_BLOCKS": -(-T * G // config.block_m), "STAGES": config.stages,
-        "PRECISION": "ieee" if dtype == "fp32" else "tf32", "FRESH": False, "PDL": True,
+        "PRECISION": "ieee" if dtype == "fp32" else "tf32", "FRESH": False, "EARLY": config.early_tiles,
+        "ROTATE": rotate, "PDL": True,
     }  # fmt: skip
     built = compile_for_h200(
-        sparse._sparse_attention, {"Hk"}, constants, {"num_warps": config.warps}, f"*{dtype}", tmp_path
+        sparse._sparse_attention, {"Hk", "S", "P"}, constants, {"num_warps": config.warps}, f"*{dtype}", tmp_path
     )
     assert built.stack_bytes == 0
     tile_bytes = 2 * config.block_n * D * (4 if dtype == "fp32" else 2)  # K and V
