@@ -16,7 +16,7 @@ from specdial.simulator.acceptance import (
 )
 from specdial.simulator.lanes import Record
 from specdial.simulator.report.inputs import Inputs
-from specdial.simulator.report.section import Figure, Section, chart, fold, key, layout, note, number, pair, rule, table
+from specdial.simulator.report.section import Figure, Section, chart, fold, key, layout, number, pair, rule, table
 
 NEEDS = "specdial record workload=book dense=true out=runs/book"
 TITLE = "Entropy and acceptance"
@@ -65,7 +65,8 @@ def section(inputs: Inputs) -> Section:
             '<p class="needs">No calibration: the trace has no train documents, or none besides. '
             "Record more with <code>split=train+validation</code></p>"
         )
-    html = key(("dot accent", "drafts seen"), ("line ink", "fitted curve of arm 0")) + pair(*charts)
+    marks = [("dot", "drafts seen"), ("line ink", "fitted curve of arm 0"), ("line dotted", "as predicted")]
+    html = key(*marks) + pair(*charts)
     html += fold("Numbers", _table(bins(entropy, judged.label)))
     return Section("entropy", TITLE, lead, html, tuple(figures))
 
@@ -122,10 +123,15 @@ def _rates(found: list[Bin], fit: RateFit | None) -> Figure:
             "array": [b.high - b.rate for b in found],
             "arrayminus": [b.rate - b.low for b in found],
             "color": "@accent",
-            "thickness": 1.2,
+            "thickness": 1.5,
             "width": 0,
         },
-        "marker": {"color": "@accent", "size": [6 + 10 * (b.count / most) ** 0.5 for b in found], "opacity": 1},
+        "marker": {
+            "color": "@accent",
+            "size": [6 + 10 * (b.count / most) ** 0.5 for b in found],
+            "line": {"width": 1, "color": "@paper"},
+            "opacity": 1,
+        },
         "hovertemplate": "%{x:.2f} nats: %{y:.1%} of %{customdata} drafts<extra></extra>",
     }
     data = [dots]
@@ -155,6 +161,7 @@ def _reliability(score: Calibration) -> Figure:
         "marker": {
             "color": "@accent",
             "size": [6 + 10 * (count / most) ** 0.5 for _, _, count in score.reliability],
+            "line": {"width": 1, "color": "@paper"},
             "opacity": 1,
         },
         "hovertemplate": "predicted %{x:.1%}, seen %{y:.1%}<br>%{customdata} drafts<extra></extra>",
@@ -166,7 +173,6 @@ def _reliability(score: Calibration) -> Figure:
         xaxis=share,
         yaxis=share,
         shapes=[rule((0, 1), (0, 1))],
-        annotations=[note("as predicted", 0.3, 0.3, xanchor="left", yanchor="top")],
     )
     return Figure("chart-calibration", "Seen against predicted acceptance", [dots], drawn)
 

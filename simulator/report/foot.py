@@ -47,7 +47,9 @@ def command(run: dict[str, Any]) -> str:
         parts.append(f"workload={workload['kind']}")
         parts += [f"workload.{name}={workload[name]}" for name in ("context_tokens", "documents") if name in workload]
     parts += [f"{name}={value}" for name, value in _leaves(config)]
-    return " ".join(parts)
+    policies = [config["policy"]] if isinstance(config.get("policy"), dict) else config.get("policies") or []
+    names = [str(policy.get("name")) for policy in policies if isinstance(policy, dict)]
+    return " ".join(parts) + (f"  # with {', '.join(names)}" if names else "")
 
 
 def _leaves(config: dict[str, Any]) -> Iterator[tuple[str, str]]:

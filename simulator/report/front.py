@@ -44,7 +44,7 @@ def section(inputs: Inputs) -> Section:
         if study["pays"]
         else _does_not_pay(study)
     )
-    marks = [("line accent", "front"), ("dot faint", "other policies tried"), *kind_key(kinds)]
+    marks = [("line", "front"), ("dot faint", "other policies tried"), *kind_key(kinds)]
     caption = f"Speedups on train documents; the choice was made on {selected} documents. Hover for settings."
     html = key(*marks) + chart(figure, "Speedup against KV read per token", caption) + _table(study)
     return Section("front", TITLE, lead, html, (figure,))

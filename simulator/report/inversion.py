@@ -47,7 +47,8 @@ def section(inputs: Inputs) -> Section:
         else f"Up to k = {rows[-1]['k']} every draft is accepted more often than it costs."
     )
     others = [("line faint", "other arms")] if len(arms) > 1 else []
-    marks = [("line accent", _arm(arms[0])), *others, ("line dashed", "cost of a draft (gamma)")]
+    marks = [("line", _arm(arms[0])), *others, ("line dashed", "cost of a draft (gamma)")]
+    marks.append(("line dotted", "plain decoding"))
     html = f'<p class="kinds">Every policy here is {label(True)}</p>' + key(*marks)
     html += pair(
         chart(figures[0], "Speedup over plain decoding"),
@@ -87,10 +88,8 @@ def _speedups(arms: list[list[Row]], best: Row, turn: int | None) -> Figure:
         "hoverinfo": "skip",
     }
     ks = [row["k"] for row in arms[0]]
-    words = [
-        note(f"best, k = {best['k']}", best["k"], best["speedup"], yshift=16, font={"color": "@accent", "size": 13}),
-        note("plain decoding", ks[-1], 1.0, xanchor="right", yanchor="bottom"),
-    ]
+    font = {"color": "@accent", "size": 13}
+    words = [note(f"best, k = {best['k']}", best["k"], best["speedup"], yshift=16, font=font)]
     lines = [rule((ks[0] - 0.3, ks[-1] + 0.3), (1.0, 1.0))]
     if turn is not None:
         lines.append(rule((turn, turn), (0, 1), yref="paper"))

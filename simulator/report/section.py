@@ -49,11 +49,11 @@ class Section:
         return f'<section id="{self.name}" class="{kind}"><h2>{escape(self.title)}</h2>{body}</section>'
 
 
-def chart(figure: Figure, title: str, note: str = "") -> str:
-    """A figure's place on the page, under its own title; the script draws into it."""
+def chart(figure: Figure, title: str, note: str = "", kind: str = "chart") -> str:
+    """A figure's place on the page, under its own title; the script draws into it. kind: classes of the style sheet."""
     height = figure.layout["height"]
     return (
-        f'<figure><h3>{title}</h3><div class="chart" id="{figure.name}" role="img" '
+        f'<figure><h3>{title}</h3><div class="{kind}" id="{figure.name}" role="img" '
         f'aria-label="{escape(figure.label)}" style="height:{height}px"></div>'
         + (f"<figcaption>{note}</figcaption>" if note else "")
         + "</figure>"
@@ -135,7 +135,7 @@ def layout(x: str, y: str, height: int = 320, **more: Any) -> Json:
         "font": {"family": "@font", "size": 13, "color": "@muted"},
         "hoverlabel": {"bgcolor": "@paper", "bordercolor": "@line", "font": {"family": "@font", "color": "@ink"}},
         "xaxis": {**axis, "showgrid": False, "showline": True, "ticks": "outside", "ticklen": 4},
-        "yaxis": {**axis, "showline": False, "ticks": ""},
+        "yaxis": {**axis, "showline": False, "ticks": "", "ticklabelstandoff": 8},
     }
     base["xaxis"] |= {"title": {"text": x, "standoff": 10, "font": {"size": 13, "color": "@muted"}}}
     base["xaxis"] |= more.pop("xaxis", {})

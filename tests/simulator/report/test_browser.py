@@ -1,0 +1,158 @@
+"""The report in a real headless Chromium, where there is one: no console message, no request, every section drawn.
+
+Chromium is driven through its debugging pipe (JSON between zero bytes), which needs no library.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+
+import pytest
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+FLAGS = (
+    "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
+    "--disable-component-update --disable-sync --disable-extensions --hide-scrollbars --remote-debugging-pipe"
+)
+
+
+class Browser:
+    """One tab. events: what the browser said unasked."""
+
+    def __init__(self, profile):
+        ours_in, theirs_out = os.pipe()
+        theirs_in, ours_out = os.pipe()
+
+        def place():  # Chromium reads commands from 3 and answers on 4
+            copies = os.dup(theirs_in), os.dup(theirs_out)
+            os.dup2(copies[0], 3)
+            os.dup2(copies[1], 4)
+
+        command = [CHROMIUM, *FLAGS.split(), f"--user-data-dir={profile}", "about:blank"]
+        quiet = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        self.process = subprocess.Popen(command, preexec_fn=place, close_fds=False, **quiet)
+        os.close(theirs_in)
+        os.close(theirs_out)
+        self.reader, self.writer = os.fdopen(ours_in, "rb"), os.fdopen(ours_out, "wb")
+        self.events, self.number, self.session, self.rest = [], 0, None, b""
+        target = self("Target.createTarget", url="about:blank")["targetId"]
+        self.session = self("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        for domain in ("Page", "Runtime", "Log", "Network"):
+            self(f"{domain}.enable")
+
+    def __call__(self, method, **parameters):
+        self.number += 1
+        message = {"id": self.number, "method": method, "params": parameters}
+        message |= {"sessionId": self.session} if self.session else {}
+        self.writer.write(json.dumps(message).encode() + b"\0")
+        self.writer.flush()
+        while (answer := self.read()).get("id") != self.number:
+            self.events.append(answer)
+        assert "error" not in answer, answer["error"]
+        return answer["result"]
+
+    def read(self):
+        while b"\0" not in self.rest:
+            part = os.read(self.reader.fileno(), 1 << 20)
+            assert part, "Chromium has gone"
+            self.rest += part
+        message, _, self.rest = self.rest.partition(b"\0")
+        return json.loads(message)
+
+    def size(self, width, height, scale=1):
+        self("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=scale, mobile=False)
+
+    def media(self, scheme="light", kind="screen"):
+        features = [{"name": "prefers-color-scheme", "value": scheme}]
+        self("Emulation.setEmulatedMedia", media=kind, features=features)
+
+    def open(self, path):
+        self.events.clear()
+        self("Page.navigate", url=path.as_uri())
+        while not any(event.get("method") == "Page.loadEventFired" for event in self.events):
+            self.events.append(self.read())
+        drawn = "new Promise(ok => { const see = () => document.documentElement.dataset.drawn ? ok(true) : "
+        self.value(drawn + "setTimeout(see, 20); see(); })")
+
+    def value(self, expression):
+        found = self("Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True)
+        assert "exceptionDetails" not in found, found["exceptionDetails"]
+        return found["result"].get("value")
+
+    def said(self, *methods):
+        return [event for event in self.events if event.get("method") in methods]
+
+    def close(self):
+        self.process.terminate()
+        self.process.wait(20)
+        self.reader.close()
+        self.writer.close()
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory):
+    if CHROMIUM is None:
+        pytest.skip("no Chromium on this machine")
+    opened = Browser(tmp_path_factory.mktemp("profile"))
+    yield opened
+    opened.close()
+
+
+@pytest.fixture(scope="module")
+def path(page, tmp_path_factory):
+    file = tmp_path_factory.mktemp("page") / "report.html"
+    file.write_text(page, encoding="utf-8")
+    return file
+
+
+DRAWN = """
+[...document.querySelectorAll("section")].map(section => ({
+  name: section.id,
+  height: section.getBoundingClientRect().height,
+  charts: [...section.querySelectorAll(".chart")].map(chart => {
+    const inner = chart.querySelector("svg.main-svg").getBoundingClientRect(), outer = chart.getBoundingClientRect();
+    return {marks: chart.querySelectorAll(".cartesianlayer .trace path, .cartesianlayer image").length,
+            fits: inner.width <= outer.width + 1 && outer.right <= innerWidth, width: inner.width};
+  })
+}))
+"""
+TICK = 'getComputedStyle(document.querySelector(".xtick text")).fill'
+BACKGROUND = "getComputedStyle(document.body).backgroundColor"
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+def test_every_section_is_drawn(browser, path, width):
+    browser.media()
+    browser.size(width, 900)
+    browser.open(path)
+    sections = browser.value(DRAWN)
+    assert len(sections) == 8
+    assert sum(len(section["charts"]) for section in sections) == 9
+    for section in sections:
+        assert section["height"] > 60
+        for chart in section["charts"]:
+            assert chart["fits"], section
+            assert chart["marks"] > 0, section
+            assert chart["width"] > 250
+    assert browser.value("document.documentElement.scrollWidth") == width  # nothing sticks out
+    assert browser.said("Runtime.consoleAPICalled", "Runtime.exceptionThrown", "Log.entryAdded") == []
+    requests = [event["params"]["request"]["url"] for event in browser.said("Network.requestWillBeSent")]
+    assert [url for url in requests if not url.startswith("data:")] == [path.as_uri()]
+
+
+def test_light_dark_and_paper(browser, path):
+    browser.size(1280, 900)
+    browser.media("dark")
+    browser.open(path)
+    dark = browser.value(TICK), browser.value(BACKGROUND)
+    browser.media("dark", "print")
+    browser.value("new Promise(ok => setTimeout(ok, 300))")
+    paper = browser.value(TICK), browser.value(BACKGROUND)
+    browser.media("light")
+    browser.value("new Promise(ok => setTimeout(ok, 300))")
+    light = browser.value(TICK), browser.value(BACKGROUND)
+    assert paper == light
+    assert light[1] == "rgb(255, 255, 255)"
+    assert dark[0] != light[0]
+    assert dark[1] == "rgb(20, 23, 26)"
