@@ -18,7 +18,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
-from specdial.conf.schema import plain_settings, with_model, with_policies, with_trace
+from specdial.conf.schema import plain_settings, with_model, with_policies, with_policy_file, with_trace
 from specdial.policies.errors import UserError
 
 Settings = dict[str, Any]
@@ -30,6 +30,10 @@ def _model_and_policy(settings: Settings) -> Settings:
 
 def _model_and_policies(settings: Settings) -> Settings:
     return with_policies(with_model(_no_context(settings)), many=True)
+
+
+def _model_and_policy_file(settings: Settings) -> Settings:
+    return with_policy_file(with_model(_no_context(settings)))
 
 
 def _model(settings: Settings) -> Settings:
@@ -63,7 +67,7 @@ VERBS: dict[str, tuple[str, Callable[[Settings], Settings], str]] = {
     "replay": ("specdial.simulator.verbs.replay", _trace_and_policies, "simulate policies on a trace"),
     "tune": ("specdial.simulator.verbs.tune", _as_is, "search policies on a trace"),
     "tune_heads": ("specdial.simulator.verbs.tune_heads", _as_is, "choose scoring heads on recorded attention"),
-    "run": ("specdial.engine.verbs.run", _model_and_policy, "decode a prompt with a policy"),
+    "run": ("specdial.engine.verbs.run", _model_and_policy_file, "decode prompts with a policy"),
     "validate": (
         "specdial.engine.verbs.validate",
         _model_and_policies,

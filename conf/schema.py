@@ -69,6 +69,15 @@ def with_policies(settings: dict[str, Any], *, many: bool) -> dict[str, Any]:
     return {**settings, "policy": found[0]}
 
 
+def with_policy_file(settings: dict[str, Any]) -> dict[str, Any]:
+    """One `policy`, and the file it came from where nothing else changed it: that file may be read again."""
+    where = settings["policy"]
+    found = with_policies(settings, many=False)
+    is_file = isinstance(where, str) and Path(where).is_file()
+    unchanged = is_file and found["policy"] == to_plain(load_policy(str(where)))
+    return {**found, "policy_file": where if unchanged else None}
+
+
 def find_policies(where: object) -> list[Policy]:
     """The policies that a command line's `policy=` names. Raises UserError when there is none."""
     if not isinstance(where, str) or not where:
