@@ -123,11 +123,15 @@ def _judge(
             decided = kept[b]
             if decided is not None and n:
                 own = decided[at : at + n].to(full.device)  # [<= n, V]
-                log_full, log_own = (torch.log_softmax(x[: len(own)].double(), dim=-1) for x in (full, own))
-                found = (log_full.exp() * (log_full - log_own)).sum(dim=-1).clamp(min=0.0)
-                kl[b][at : at + len(own)] = found.float().cpu().numpy()
+                kl[b][at : at + len(own)] = divergence(full[: len(own)], own).cpu().numpy()
         at += T
     return list(zip(match, kl))
+
+
+def divergence(full: Tensor, own: Tensor) -> Tensor:
+    """KL(full || own) of logits [n, V] each, in nats, [n] float32."""
+    log_full, log_own = (torch.log_softmax(x.double(), dim=-1) for x in (full, own))
+    return (log_full.exp() * (log_full - log_own)).sum(dim=-1).clamp(min=0.0).float()
 
 
 def summary(documents: Sequence[Fidelity]) -> dict[str, Any]:
@@ -156,4 +160,6 @@ def probes_table(doc: int, prompt_tokens: int, found: Fidelity) -> dict[str, Any
         "kl_nats": [None if np.isnan(x) else float(x) for x in found.kl_nats],
         "top1_match": found.top1_match,
         "rounds_since_full": found.rounds_since_full,
+        "draft_match": [None] * n,
+        "full_match": [None] * n,
     }

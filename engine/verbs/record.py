@@ -2,6 +2,7 @@
 
 With `dense`, every position of the output is drafted under several arms too, so that any controller can be replayed.
 With `fidelity`, every token of the output is judged by full verification too, and plain decoding runs beside.
+With `probes`, partial verifications of several sources, budgets and ages are judged at places of the output (probing).
 """
 
 from collections.abc import Mapping
@@ -17,6 +18,7 @@ from specdial.engine.dense import dense_table, record_dense
 from specdial.engine.fidelity import Fidelity, check_greedy, measure_fidelity, plain_output, probes_table, summary
 from specdial.engine.job import Job, ModelSettings, describe, hardware, history_spec, load_job
 from specdial.engine.loop import Decoding
+from specdial.engine.probing import Probing, arms_meta, probe_arms, record_probes
 from specdial.engine.progress import progress
 from specdial.engine.recorder import Recorder
 from specdial.engine.sampling import Sampling
@@ -46,6 +48,8 @@ class Settings:
     sampling: Sampling = field(default_factory=Sampling)
     acceptance: Acceptance = field(default=JUDGED, metadata={"later": True})
     fidelity: bool = setting(False, later=True)
+    probes: bool = setting(False, later=True)
+    probe: Probing = field(default=Probing(), metadata={"later": True})
 
 
 def run(settings: Mapping[str, Any], job: Job | None = None) -> dict[str, Any]:
@@ -58,7 +62,8 @@ def run(settings: Mapping[str, Any], job: Job | None = None) -> dict[str, Any]:
     arms, synthetic = _arms(s, policy), s.acceptance.of_one(policy)
     _check_fidelity(s, policy)
     widest = policy_from_mapping({"controller": {"kind": "fixed", "k": s.k_max}, "draft_kv": to_plain(arms[0])})
-    decoded = [policy, widest] if s.dense else [policy]
+    probed = _probed(s, policy)
+    decoded = [policy, *([widest] if s.dense else []), *probed]
     drafter = policy.drafter if policy.k_max else widest.drafter
     history_spec(decoded)
     job = job or load_job(s.model, s.workload, s.split)
@@ -76,6 +81,7 @@ def run(settings: Mapping[str, Any], job: Job | None = None) -> dict[str, Any]:
             "k_max": s.k_max if s.dense else policy.k_max,
             "dense": s.dense,
             "batch": s.batch,
+            **({"probe_arms": arms_meta(probed)} if probed else {}),
             **said_of(synthetic),
             "config": to_plain(s),
             "provenance": provenance(),
@@ -104,6 +110,11 @@ def run(settings: Mapping[str, Any], job: Job | None = None) -> dict[str, Any]:
                 tables["probes"] = probes_table(document.index, len(document.prompt_ids), judged[b])
             if s.dense:
                 tables["drafts"] = dense_table(document.index, record_dense(sequences, b, arms, s.k_max))
+            if probed:
+                found = record_probes(sequences, written[b], probed, s.probe)
+                found["doc"] = [document.index] * len(found["position"])
+                own = tables.get("probes", {})
+                tables["probes"] = {name: [*own.get(name, ()), *column] for name, column in found.items()}
             writer.write(document.index, tables)
             totals["documents"] += 1
             totals["rounds"] += len(tables["rounds"]["doc"])
@@ -121,6 +132,17 @@ def run(settings: Mapping[str, Any], job: Job | None = None) -> dict[str, Any]:
     for name, value in found.get("fidelity", {}).items():
         table_console().print(f"{name} {value}")
     return {"out": str(out), "resumed_documents": len(finished), **said_of(synthetic), **found, **totals}
+
+
+def _probed(s: Settings, policy: Policy) -> list[Policy]:
+    """The arms to probe. Raises UserError where they cannot be."""
+    if not s.probes:
+        return []
+    if s.acceptance:
+        raise UserError("probes=true judges a text, acceptance is synthetic", "leave one of them out")
+    if s.batch != 1:
+        raise UserError(f"probes=true takes one document at a time, batch is {s.batch}", "set batch=1")
+    return probe_arms(policy, s.probe)
 
 
 def _check_fidelity(s: Settings, policy: Policy) -> None:
