@@ -145,7 +145,7 @@ def _rates(found: list[Bin], fit: RateFit | None) -> Figure:
         "entropy of the draft, nats",
         "",
         yaxis={"range": [0, 1.03], "tickformat": ".0%", "dtick": 0.25},
-        xaxis={"rangemode": "tozero"},
+        xaxis={"range": [-0.15, 1.05 * max((b.entropy for b in found), default=1.0)]},
     )
     return Figure("chart-entropy", "Share of accepted drafts against their entropy", data, drawn)
 

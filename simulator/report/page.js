@@ -44,8 +44,14 @@
     cancelAnimationFrame(waiting);
     waiting = requestAnimationFrame(() => draw(now()));
   });
-  // Paper is light, and what is folded on a screen is open on it.
-  const print = window.matchMedia("print");
-  print.addEventListener("change", () => draw(print.matches ? themes.light : now()));
+  // Paper is light, and narrower than most screens: the style sheet's "paper" has its width.
+  window.addEventListener("beforeprint", () => {
+    document.documentElement.classList.add("paper");
+    draw(themes.light);
+  });
+  window.addEventListener("afterprint", () => {
+    document.documentElement.classList.remove("paper");
+    draw(now());
+  });
   draw(now()).then(() => document.documentElement.setAttribute("data-drawn", "yes"));
 })();

@@ -147,8 +147,11 @@ def test_light_dark_and_paper(browser, path):
     browser.open(path)
     dark = browser.value(TICK), browser.value(BACKGROUND)
     browser.media("dark", "print")
-    browser.value("new Promise(ok => setTimeout(ok, 300))")
+    browser.value("dispatchEvent(new Event('beforeprint')) && new Promise(ok => setTimeout(ok, 300))")
     paper = browser.value(TICK), browser.value(BACKGROUND)
+    widths = browser.value("[...document.querySelectorAll('svg.main-svg')].map(e => e.getBoundingClientRect().width)")
+    assert max(widths) <= 688
+    browser.value("dispatchEvent(new Event('afterprint'))")
     browser.media("light")
     browser.value("new Promise(ok => setTimeout(ok, 300))")
     light = browser.value(TICK), browser.value(BACKGROUND)
