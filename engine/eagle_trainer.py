@@ -28,21 +28,19 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 @dataclass(frozen=True, slots=True)
 class Optimisation:
-    """AdamW with a cosine schedule to 0 over `updates`, after a linear rise over the first `warmup_frac` of them.
+    """AdamW with a linear rise of its learning rate, over the first part of the training, and a cosine down to 0.
 
-    clip: largest norm of an update's gradient.
+    learning_rate: the highest. warmup_frac: the rise's part. clip: largest norm of an update's gradient.
     """
 
     learning_rate: float
     warmup_frac: float
     clip: float
-    updates: int
 
-    def rate(self, update: int) -> float:
-        """The learning rate of an update, counted from 0."""
-        warmup = max(math.ceil(self.warmup_frac * self.updates), 1)
-        cosine = 0.5 * (1 + math.cos(math.pi * min(update / max(self.updates, 1), 1.0)))
-        return self.learning_rate * min(1.0, (update + 1) / warmup) * cosine
+    def rate(self, done_frac: float) -> float:
+        """The learning rate when so much of the training is done."""
+        rise = 0.1 + 0.9 * done_frac / self.warmup_frac if done_frac < self.warmup_frac else 1.0
+        return self.learning_rate * rise * 0.5 * (1 + math.cos(math.pi * min(done_frac, 1.0)))
 
 
 class Trainer:
@@ -51,35 +49,34 @@ class Trainer:
     def __init__(self, decoder: Decoder, head: EagleHead, how: Optimisation, unrolling: Unrolling) -> None:
         """head: as `new_head` makes it."""
         self.how, self.unrolling, self.updates = how, unrolling, 0
-        self.base, self._dtype = head, decoder.dtype
-        self._target_rows = decoder.head[head.token_ids]  # [draft_vocab, target_hidden]
+        self.base, self._place = head, (decoder.device, decoder.dtype)
         self._masters = {f.name: torch.nn.Parameter(getattr(head.weights, f.name).clone()) for f in fields(HeadWeights)}
         self._optimiser = torch.optim.AdamW(self._masters.values(), lr=how.learning_rate, betas=(0.9, 0.95))
 
     def head(self) -> EagleHead:
         """The head as it is now, in the target's dtype; what is computed with it can be differentiated."""
-        return self.base.with_weights(HeadWeights(**self._masters).to(self._target_rows.device, self._dtype))
+        return self.base.with_weights(HeadWeights(**self._masters).to(*self._place))
 
     def trained(self) -> EagleHead:
         """The head as it is now, for use: a copy without gradients."""
         with torch.no_grad():
             weights = HeadWeights(**{name: master.detach().clone() for name, master in self._masters.items()})
-            return self.base.with_weights(weights.to(self._target_rows.device, self._dtype))
+            return self.base.with_weights(weights.to(*self._place))
 
-    def learn(self, text: Text) -> float:
-        """One update a segment of the text; returns their mean loss."""
+    def learn(self, text: Text, done_frac: float) -> Tensor:
+        """One update a segment of the text; returns their mean loss, a scalar that nobody has waited for."""
         losses = []
-        for segment in segments(len(text.tokens) - 1, self.unrolling):
-            for group in self._optimiser.param_groups:
-                group["lr"] = self.how.rate(self.updates)
+        for group in self._optimiser.param_groups:
+            group["lr"] = self.how.rate(done_frac)
+        for segment in segments(text.tokens.shape[1] - 1, self.unrolling):
             self._optimiser.zero_grad()
-            loss = segment_loss(self.head(), self._target_rows, text, segment, self.unrolling)
+            loss = segment_loss(self.head(), text, segment, self.unrolling)
             loss.backward()
             torch.nn.utils.clip_grad_norm_(self._masters.values(), self.how.clip)
             self._optimiser.step()
             self.updates += 1
-            losses.append(float(loss.detach()))
-        return sum(losses) / len(losses)
+            losses.append(loss.detach())
+        return torch.stack(losses).mean()
 
     def save(self, path: Path, account: dict[str, Any]) -> None:
         """Write weights, moments and an account of what was done, plain data."""

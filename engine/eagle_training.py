@@ -5,40 +5,45 @@ token the text's (teacher forcing), and it sees the keys of every row up to i, a
 cross-entropy against the target's distribution over the reduced vocabulary; rows where the target's favourite lies
 outside it carry none. Weights of steps: decay^j.
 
+A target reads a text once, chunk by chunk; what stays of its logits is their distribution over the reduced vocabulary.
 A long text is learned segment by segment, so that memory does not grow with it: rows before a segment enter as keys,
 without gradients. Leaves out optimiser, files and text (eagle_trainer, verbs/train_eagle).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from specdial.engine.cache import KVCache
-from specdial.engine.models.decoder import Decoder
+from specdial.engine.eagle_attention import unrolled_attention
+from specdial.engine.models.config import ModelConfig
+from specdial.engine.models.decoder import Decoder, rms_norm
 from specdial.engine.models.eagle import EagleHead, HeadConfig, HeadWeights, default_taps, head_shapes
 from specdial.engine.prefill import CPU_CHUNK_TOKENS, CUDA_CHUNK_TOKENS, causal_attention
+from specdial.engine.round_state import to_device
 
-LOSS_ROWS = 1024  # rows whose logits exist at once
+LOGITS_ROWS = 1024  # rows of a text whose whole logits exist at once
+LOSS_ROWS = 4096  # rows whose logits over the reduced vocabulary do
 
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """A text of n tokens as its target sees it.
+    """B texts of n tokens each as their target sees them.
 
-    tokens: [n] int64. taps: [len(taps), n, target_hidden]; last: [n, target_hidden], after the final norm. drafted:
-    [n], is the target's favourite after each token in the reduced vocabulary?
+    tokens: [B, n] int64. taps: [len(taps), B, n, target_hidden]; wanted: [B, n, draft_vocab], after each token the
+    target's distribution over the reduced vocabulary; drafted: [B, n], does it hold the target's favourite?
     """
 
     tokens: Tensor
     taps: Tensor
-    last: Tensor
+    wanted: Tensor
     drafted: Tensor
 
 
@@ -48,7 +53,7 @@ class Unrolling:
 
     steps: int = 7
     decay: float = 0.8
-    segment_tokens: int = 1024
+    segment_tokens: int = 8192
 
 
 def reduced_vocabulary(texts: Iterable[list[int]], vocab: int, size: int) -> Tensor:
@@ -59,15 +64,19 @@ def reduced_vocabulary(texts: Iterable[list[int]], vocab: int, size: int) -> Ten
     return torch.from_numpy(np.sort(np.argsort(-counts, kind="stable")[:size]))
 
 
+def new_config(target: ModelConfig, draft_vocab: int) -> HeadConfig:
+    """A head of the target's own widths."""
+    layer = replace(target, layers=1, qkv_bias=False, qk_norm=False, tied_embeddings=False)
+    return HeadConfig(layer, target.hidden, draft_vocab, default_taps(target.layers))
+
+
 def new_head(decoder: Decoder, token_ids: Tensor, seed: int) -> EagleHead:
     """An untrained head in float32: random, but that it drafts by the target's own head.
 
     Its rows are those of the target's with the final norm in them, shrunk so that random states give logits of about 1:
     a head that is sure of itself before it has learned anything takes long to unlearn it.
     """
-    c = decoder.config
-    layer = replace(c, layers=1, qkv_bias=False, qk_norm=False, tied_embeddings=False)
-    config = HeadConfig(layer, c.hidden, len(token_ids), default_taps(c.layers))
+    config = new_config(decoder.config, len(token_ids))
     random = torch.Generator().manual_seed(seed)
     weights = {
         name: torch.ones(shape) if name.endswith("norm") else torch.randn(shape, generator=random) * shape[-1] ** -0.5
@@ -75,38 +84,60 @@ def new_head(decoder: Decoder, token_ids: Tensor, seed: int) -> EagleHead:
     }
     ids = token_ids.to(decoder.device)
     rows = decoder.head[ids].float() * decoder.norm.float()  # [draft_vocab, hidden]
-    weights["lm_head"] = rows * (c.hidden**-0.5 / rows.square().mean().sqrt())
+    weights["lm_head"] = rows * (decoder.config.hidden**-0.5 / rows.square().mean().sqrt())
     trained = HeadWeights(**weights).to(decoder.device, torch.float32)
     return EagleHead(config, trained, ids, decoder.embedding)
 
 
-def read_text(decoder: Decoder, tokens: list[int], head: EagleHead) -> Text:
-    """What the target makes of a text, chunk by chunk."""
-    device, n = decoder.device, len(tokens)
-    cache = KVCache(decoder.config, 1, n, device=device, dtype=decoder.dtype)
-    step = CUDA_CHUNK_TOKENS if cache.on_gpu else CPU_CHUNK_TOKENS
-    ids = torch.tensor(tokens, device=device)  # [n]
+@torch.no_grad()
+def read_text(decoder: Decoder, tokens: list[list[int]], head: EagleHead) -> Text:
+    """What the target makes of equally long texts, chunk by chunk; on a GPU through the passes that prefill takes."""
+    device, dtype, (B, n) = decoder.device, decoder.dtype, (len(tokens), len(tokens[0]))
+    ids = torch.empty(B, n, dtype=torch.int64, device=device)
+    to_device(np.array(tokens), ids)
+    taps = torch.empty(len(head.config.taps), B, n, decoder.config.hidden, device=device, dtype=dtype)
+    wanted = torch.empty(B, n, len(head.token_ids), device=device, dtype=dtype)
+    drafted = torch.empty(B, n, dtype=torch.bool, device=device)
     is_drafted = torch.zeros(decoder.config.vocab, dtype=torch.bool, device=device).index_fill(0, head.token_ids, True)
-    taps, last, drafted = [], [], []
+    for start, stop, hidden, seen in _passes(decoder, ids, head.config.taps):
+        taps[:, :, start:stop] = seen
+        for b, rows in enumerate(hidden):
+            for at in range(0, stop - start, LOGITS_ROWS):
+                logits = decoder.logits(rows[at : at + LOGITS_ROWS])  # [R, V] float32
+                part = slice(start + at, start + at + len(logits))
+                wanted[b, part] = torch.softmax(logits[:, head.token_ids], -1)
+                drafted[b, part] = is_drafted[logits.argmax(-1)]
+    return Text(ids, taps, wanted, drafted)
+
+
+def _passes(decoder: Decoder, ids: Tensor, layers: tuple[int, ...]) -> Iterator[tuple[int, int, Tensor, Tensor]]:
+    """Chunks of texts [B, n]: where each starts and stops, its last hidden states [B, T, hidden], taps of layers."""
+    B, n = ids.shape
+    cache = KVCache(decoder.config, B, n, device=decoder.device, dtype=decoder.dtype)
+    step = max(CUDA_CHUNK_TOKENS // B, 1) if cache.on_gpu else CPU_CHUNK_TOKENS
     for start in range(0, n, step):
         stop = min(start + step, n)
 
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, start: int = start, stop: int = stop) -> Tensor:
-            cache.write_one(layer, 0, start, k, v)
-            keys, values = cache.view_one(layer, 0, stop)
-            if cache.on_gpu:
-                return causal_attention(q, keys, values)
-            mask = torch.ones(stop - start, stop, dtype=torch.bool).tril(start)  # [T, S]
-            return _attention(q, keys.transpose(1, 2), values.transpose(1, 2), mask)
+        def attend(layer: int, q: Tensor, stop: int = stop) -> Tensor:
+            return causal_attention(q, *cache.view(layer, stop))
 
-        positions = torch.arange(start, stop, device=device)[None]  # [1, T]
-        hidden, seen = decoder.forward_with_taps(ids[None, start:stop], positions, attend, head.config.taps)
-        favourites = [decoder.logits(rows).argmax(-1) for rows in hidden[0].split(LOSS_ROWS)]
-        taps.append(seen[:, 0])
-        last.append(hidden[0])
-        drafted.append(is_drafted[torch.cat(favourites)])
-    # Copies: what inference made cannot be differentiated through.
-    return Text(ids, torch.cat(taps, 1).clone(), torch.cat(last).clone(), torch.cat(drafted).clone())
+        def keep(layer: int, q: Tensor, k: Tensor, v: Tensor, start: int = start, stop: int = stop) -> Tensor:
+            for b in range(B):
+                cache.write_one(layer, b, start, k[b : b + 1], v[b : b + 1])
+            keys, values = (x.transpose(1, 2) for x in cache.view(layer, stop))
+            return unrolled_attention(q, keys, values, [])
+
+        if cache.on_gpu:
+            taps = decoder.tap_buffers(ids[:, start:stop].shape, layers)
+            lengths = torch.full((B,), start, device=ids.device)
+            hidden = decoder.forward_cached(
+                ids[:, start:stop].contiguous(), lengths, cache.layer, attend, backend="triton", taps=taps
+            )
+            seen = torch.stack([taps[layer] for layer in layers])
+        else:
+            positions = torch.arange(start, stop)[None]  # [1, T]
+            hidden, seen = decoder.forward_with_taps(ids[:, start:stop], positions, keep, layers)
+        yield start, stop, hidden, seen
 
 
 def segments(rows: int, unrolling: Unrolling) -> list[tuple[int, int]]:
@@ -115,60 +146,73 @@ def segments(rows: int, unrolling: Unrolling) -> list[tuple[int, int]]:
     return [(start, min(start + size, rows)) for start in range(0, rows, size)]
 
 
-def segment_loss(head: EagleHead, target_rows: Tensor, text: Text, segment: tuple[int, int], u: Unrolling) -> Tensor:
-    """The weighted loss of a segment of a text's rows, a scalar: of each step the mean over rows that carry loss.
-
-    target_rows: [draft_vocab, target_hidden], the target's own head for the tokens that this one drafts.
-    """
+def segment_loss(head: EagleHead, text: Text, segment: tuple[int, int], u: Unrolling) -> Tensor:
+    """The weighted loss of a segment of a text's rows, a scalar: of each step the mean over rows that carry loss."""
     first, stop = segment
-    rows, n, device = stop - first, len(text.tokens), text.tokens.device
+    n, device = text.tokens.shape[1], text.tokens.device
     at = torch.arange(first, stop, device=device)  # [R]
-    keys, values = ([part] for part in _before(head, text, first))
-    hidden = head.project(text.taps[:, None, first:stop])  # [1, R, hidden]
-    seen = torch.ones(rows, stop, dtype=torch.bool, device=device).tril(first)  # [R, S]
-    own = torch.eye(rows, dtype=torch.bool, device=device)  # [R, R]
+    hidden = head.project(text.taps[:, :, first:stop])  # [B, R, hidden]
+    keys, values = _before(head, text, first)
+    own: list[tuple[Tensor, Tensor]] = []
     loss = hidden.new_zeros((), dtype=torch.float32)
     for step in range(u.steps):
-        follows = at + 1 + step  # [R] position of the token that goes in
-        q, k, v = head.qkv(text.tokens[follows.clamp(max=n - 1)][None], hidden, (at + step)[None])
-        keys.append(k)
-        values.append(v)
+        into = text.tokens[:, (at + 1 + step).clamp(max=n - 1)]  # [B, R]
+        q, k, v = head.qkv(into, hidden, (at + step)[None])
         if step:
-            seen = torch.cat([seen, own], 1)  # [R, S + step R]
-        hidden = head.output(hidden, _attention(q, torch.cat(keys, 1), torch.cat(values, 1), seen))
-        counted = (follows < n) & text.drafted[follows.clamp(max=n - 1)]  # [R]
-        states = text.last[follows.clamp(max=n - 1)]  # [R, target_hidden]
-        total = loss.new_zeros(())
-        for part in torch.arange(rows, device=device).split(LOSS_ROWS):
-            loss_of = (head, target_rows, hidden[0, part], states[part], counted[part])
-            total = total + checkpoint(_cross_entropy, *loss_of, use_reentrant=False)
+            own.append((k, v))
+        else:
+            keys, values = torch.cat([keys, k], 1), torch.cat([values, v], 1)
+        hidden = head.output(hidden, unrolled_attention(q, keys, values, own))
+        after = slice(first + 1 + step, min(stop + 1 + step, n))  # the tokens that went in, which the text has
+        rows = max(after.stop - after.start, 0)
+        states = rms_norm(hidden[:, :rows], head.weights.norm, head.config.layer.norm_eps)
+        counted = text.drafted[:, after]
+        total = _CrossEntropy.apply(states, head.weights.lm_head, text.wanted[:, after], counted)
         loss = loss + u.decay**step * total / counted.sum().clamp(min=1)
     return loss
 
 
 def _before(head: EagleHead, text: Text, rows: int) -> tuple[Tensor, Tensor]:
-    """Keys and values [1, rows, Hk, D] of a text's first rows, without gradients."""
+    """Keys and values [B, rows, Hk, D] of a text's first rows, without gradients."""
     c = head.config.layer
-    keys = [text.taps.new_zeros(1, 0, c.kv_heads, c.head_dim)]
+    keys = [text.taps.new_zeros(len(text.tokens), 0, c.kv_heads, c.head_dim)]
     values = list(keys)
     with torch.no_grad():
-        for part in torch.arange(rows, device=text.tokens.device).split(CUDA_CHUNK_TOKENS):
-            projected = head.project(text.taps[:, None, part])  # [1, T, hidden]
-            _, k, v = head.qkv(text.tokens[part + 1][None], projected, part[None])
+        for start in range(0, rows, CUDA_CHUNK_TOKENS):
+            part = slice(start, min(start + CUDA_CHUNK_TOKENS, rows))
+            projected = head.project(text.taps[:, :, part])  # [B, T, hidden]
+            positions = torch.arange(part.start, part.stop, device=text.tokens.device)[None]
+            _, k, v = head.qkv(text.tokens[:, part.start + 1 : part.stop + 1], projected, positions)
             keys.append(k)
             values.append(v)
     return torch.cat(keys, 1), torch.cat(values, 1)
 
 
-def _cross_entropy(head: EagleHead, target_rows: Tensor, output: Tensor, states: Tensor, counted: Tensor) -> Tensor:
-    """Summed over the rows that count: output [R, hidden] against the target's states [R, target_hidden]."""
-    wanted = torch.softmax(F.linear(states, target_rows).float(), -1)  # [R, draft_vocab]
-    each = -(wanted * torch.log_softmax(head.logits(output), -1)).sum(-1)  # [R]
-    return torch.where(counted, each, 0.0).sum()
+class _CrossEntropy(torch.autograd.Function):
+    """Cross-entropy of the rows that count, summed: states [B, R, hidden] by matrix [V, hidden] against wanted.
 
+    wanted: [B, R, V] distributions; counted: [B, R]. The gradients are made at once, part by part, so that the logits
+    of few rows exist at any time, and once.
+    """
 
-def _attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    """Attention [1, T, H, D] of q [1, T, H, D] over k, v [1, S, Hk, D] where mask [T, S] says so."""
-    group = q.shape[2] // k.shape[2]
-    q, k, v = (x.transpose(1, 2) for x in (q, k.repeat_interleave(group, 2), v.repeat_interleave(group, 2)))
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2)
+    @staticmethod
+    def forward(ctx: Any, states: Tensor, matrix: Tensor, wanted: Tensor, counted: Tensor) -> Tensor:
+        d_states, d_matrix = torch.zeros_like(states), torch.zeros_like(matrix, dtype=torch.float32)
+        total = d_matrix.new_zeros(())
+        for b in range(len(states)):
+            for start in range(0, states.shape[1], LOSS_ROWS):
+                part = (b, slice(start, start + LOSS_ROWS))
+                counts = counted[part][:, None]  # [R, 1]
+                goal = wanted[part].float() * counts  # [R, V]
+                logs = torch.log_softmax(F.linear(states[part], matrix).float(), -1)  # [R, V]
+                total -= (goal * logs).sum()
+                error = (logs.exp() * counts - goal).to(states.dtype)  # [R, V]
+                d_states[part] = error @ matrix
+                d_matrix += error.t() @ states[part]
+        ctx.save_for_backward(d_states, d_matrix.to(matrix.dtype))
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        d_states, d_matrix = ctx.saved_tensors
+        return d_states * grads[0], d_matrix * grads[0], None, None

@@ -113,18 +113,19 @@ def _forward(s: Sequences, b: int, tokens: Tensor, start: int, attend: AttendCac
 
 
 def causal_attention(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """Attention of the last T of S positions of one sequence: row t sees keys 0 .. S-T+t.
+    """Attention of the last T of S positions of each sequence: row t sees keys 0 .. S-T+t.
 
-    q: [1, T, H, D]; keys, values: [1, Hk, S, D], of any strides but the last; returns [1, T, H, D]. On a GPU without a
+    q: [B, T, H, D]; keys, values: [B, Hk, S, D], of a cache's strides; returns [B, T, H, D]. On a GPU without a
     copy of keys or a mask. Raises RuntimeError where the library has neither kernel for the dtype and head dim.
     """
-    T, heads, S = q.shape[1], q.shape[2], keys.shape[2]
-    group = heads // keys.shape[1]
-    grouped = q[0].unflatten(1, (-1, group)).permute(1, 2, 0, 3)  # [Hk, G, T, D]
-    k, v = (x[0][:, None].expand(-1, group, -1, -1) for x in (keys, values))  # [Hk, G, S, D] each
+    B, T, heads, _ = q.shape
+    kv_heads, S = keys.shape[1:3]
+    group = heads // kv_heads
+    grouped = q.unflatten(2, (-1, group)).permute(0, 2, 3, 1, 4).flatten(0, 1)  # [B Hk, G, T, D]
+    k, v = (x.flatten(0, 1)[:, None].expand(-1, group, -1, -1) for x in (keys, values))  # [B Hk, G, S, D] each
     with sdpa_kernel(LIBRARY_ATTENTION):
-        mixed = F.scaled_dot_product_attention(grouped, k, v, attn_mask=_bottom_right(T, S))  # [Hk, G, T, D]
-    return mixed.permute(2, 0, 1, 3).flatten(1, 2)[None]
+        mixed = F.scaled_dot_product_attention(grouped, k, v, attn_mask=_bottom_right(T, S))  # [B Hk, G, T, D]
+    return mixed.unflatten(0, (B, kv_heads)).permute(0, 3, 1, 2, 4).flatten(2, 3)
 
 
 def _bottom_right(T: int, S: int) -> CausalBias:
