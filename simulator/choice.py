@@ -1,7 +1,8 @@
 """Choosing among what a search tried: tuned on one split, selected on another, plain decoding always in the running.
 
-Finalists are the Pareto front and the fastest of the tuning split, every fixed k, and plain. The winner is the fastest
-on the selection split; where even its interval's lower end does not exceed 1, plain decoding is the answer.
+Finalists are the front and the best in the first objective of the tuning split, every fixed k, and plain. The winner is
+the best of them in the first objective on the selection split, within the bounds; where that is speed and even its
+interval's lower end does not exceed 1, plain decoding is the answer.
 """
 
 from collections.abc import Sequence
@@ -10,11 +11,12 @@ from dataclasses import dataclass
 from specdial.policies.schema import Policy, policy_from_mapping
 from specdial.simulator.analytic import crossover_alpha, crossover_gamma
 from specdial.simulator.inversion import verify_ratio
+from specdial.simulator.objectives import Goal, front, measured_metrics
 from specdial.simulator.outcome import Outcome
-from specdial.simulator.search import Evaluate, Found, Tried, fixed_points, pareto
+from specdial.simulator.search import Evaluate, Found, Tried, fixed_points
 from specdial.simulator.space import Space
 
-FASTEST = 16
+BEST = 16
 FRONT = 12
 
 
@@ -39,14 +41,20 @@ class Crossover:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Outcomes on the selection split. front: the tuning split's Pareto front, fastest there first."""
+    """Outcomes on the selection split. front: the tuning split's, best in the first objective there first.
+
+    best_lossless: equal to best where that is lossless. pays: drafting beats plain decoding. feasible: best keeps
+    within the bounds.
+    """
 
     best: Outcome
+    best_lossless: Outcome
     best_fixed: Outcome
     plain: Outcome
     front: tuple[Outcome, ...]
     finalists: tuple[Outcome, ...]
     pays: bool
+    feasible: bool
     crossover: Crossover | None
 
 
@@ -63,36 +71,51 @@ def plain_policy(space: Space) -> Policy:
     )
 
 
-def choose(space: Space, found: Found, evaluate: Evaluate) -> Choice:
-    """Pick winners. evaluate: replay on the selection split, with intervals."""
-    priced = [tried for tried in found.tried if tried.outcome.speedup is not None]
-    front = _front(priced)
-    fastest = sorted(priced, key=lambda tried: -(tried.outcome.speedup or 0.0))[:FASTEST]
+def candidates(space: Space, found: Found, goal: Goal, batch: int | None = None) -> tuple[list[Tried], list[Tried]]:
+    """(front, best in the first objective) of what was tried at this batch, or at any."""
+    known = [t for t in found.tried if goal.values(t.metrics) is not None and batch in (None, t.batch)]
+    priced = [t for t in known if goal.feasible(t.metrics)] or known
+    costs = [goal.costs(t.metrics) for t in priced]
+    places = front(costs)
+    if len(places) > FRONT:
+        places = [places[round(i * (len(places) - 1) / (FRONT - 1))] for i in range(FRONT)]
+    best = sorted(range(len(priced)), key=lambda i: costs[i][0])[:BEST]
+    return [priced[i] for i in places], [priced[i] for i in best]
+
+
+def choose(space: Space, found: Found, evaluate: Evaluate, goal: Goal, batch: int) -> Choice:
+    """Pick winners at one batch. evaluate: replay on the selection split, with intervals."""
+    ahead, best_tried = candidates(space, found, goal, batch)
     fixed = [space.policy(point) for point in fixed_points(space)]
-    policies = [plain_policy(space), *fixed, *(t.outcome.policy for t in front), *(t.outcome.policy for t in fastest)]
-    outcomes = evaluate(policies)
+    policies = [plain_policy(space), *fixed, *(space.policy(t.point) for t in (*ahead, *best_tried))]
+    outcomes = evaluate(policies, batch)
     plain, drafting = outcomes[0], [o for o in outcomes[1:] if o.speedup is not None]
-    best = max(drafting, key=_speed)
     best_fixed = max((o for o in outcomes[1 : 1 + len(fixed)] if o.speedup is not None), key=_speed)
+    best, feasible = _best(drafting, goal, space)
     pays = (best.low if best.low is not None else _speed(best)) > 1.0
+    lossless, _ = _best([o for o in drafting if o.lossless], goal, space)
+    slower = goal.objectives[0] == "speedup" and not pays
     first = 1 + len(fixed)
     return Choice(
-        best=best if pays else plain,
+        best=plain if slower else best,
+        best_lossless=plain if slower or _speed(lossless) <= 1.0 else lossless,
         best_fixed=best_fixed,
         plain=plain,
-        front=tuple(outcomes[first : first + len(front)]),
+        front=tuple(outcomes[first : first + len(ahead)]),
         finalists=tuple(outcomes),
         pays=pays,
+        feasible=feasible,
         crossover=_crossover(best),
     )
 
 
-def _front(priced: Sequence[Tried]) -> list[Tried]:
-    """At most FRONT members of the Pareto front, the fastest and the leanest among them."""
-    places = pareto([tried.outcome for tried in priced])
-    if len(places) > FRONT:
-        places = [places[round(i * (len(places) - 1) / (FRONT - 1))] for i in range(FRONT)]
-    return [priced[i] for i in places]
+def _best(outcomes: Sequence[Outcome], goal: Goal, space: Space) -> tuple[Outcome, bool]:
+    """The best in the first objective of those within the bounds, or of all where none is; and which it was."""
+    judged = [(measured_metrics(outcome, space.record), outcome) for outcome in outcomes]
+    judged = [(metrics, outcome) for metrics, outcome in judged if goal.values(metrics) is not None]
+    within = [(metrics, outcome) for metrics, outcome in judged if goal.feasible(metrics)]
+    _, best = min(within or judged, key=lambda pair: goal.costs(pair[0])[0])
+    return best, bool(within)
 
 
 def _crossover(outcome: Outcome) -> Crossover | None:

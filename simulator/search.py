@@ -1,150 +1,235 @@
 """Search over policies by replay: Optuna asks, replay answers whole generations at once, equal policies are run once.
 
-Objectives: speedup (up) and key and value bytes read per token (down), on one split. The sampler is always named and
-seeded, so Optuna 4 and 5 walk the same way by their own defaults. Leaves out selection (simulator.choice).
+All that is found lies in the study, so that workers share it and a killed search goes on. Policies that the record or
+the costs do not support are failed trials with their reason. Leaves out selection (simulator.choice).
 """
 
-import itertools
-import warnings
+import re
+import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from typing import Any
 
+import numpy as np
 import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
-from optuna.trial import TrialState
+from optuna.trial import FrozenTrial, TrialState
 
+from specdial.policies.errors import UserError
 from specdial.policies.file import policy_digest
 from specdial.policies.schema import Policy
+from specdial.simulator.axes import Axis, Range
+from specdial.simulator.objectives import Goal, Metrics, front, hypervolume, measured_metrics
 from specdial.simulator.outcome import Outcome
-from specdial.simulator.space import Point, Range, Space
+from specdial.simulator.samplers import BATCH, GENERATION, make_sampler, set_violations
+from specdial.simulator.space import Point, Space
+from specdial.simulator.study import REPLAY, SURPLUS, Shared, admitted, is_done, root_of
 
-Sampler = Literal["auto", "nsga2", "tpe", "random", "brute"]
-Evaluate = Callable[[Sequence[Policy]], list[Outcome]]
-GENERATION = 50  # trials asked before any is told: one population of NSGA-II
+Evaluate = Callable[[Sequence[Policy], int], list[Outcome]]  # policies, batch
+STALL_FRAC = 1e-3  # less growth of the hypervolume than this is none
+WAIT_S = 0.1  # between looks at what other workers still have under way
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How much to search and by what. stall: generations without growth after which to stop, 0 for none.
+
+    given: points to try first; of brute force, all of them.
+    """
+
+    sampler: str
+    trials: int
+    seed: int
+    goal: Goal
+    given: tuple[Point, ...] = ()
+    stall: int = 0
+    batch: int = 1
 
 
 @dataclass(frozen=True, slots=True)
 class Tried:
-    """One distinct policy: the first point that led to it, how many points did, its replay on the tuning split."""
+    """One distinct (policy, batch): the first point that led to it, how many did, its replay on the tuning split."""
 
     point: Point
     digest: str
+    batch: int
     points: int
-    outcome: Outcome
+    level: str
+    reason: str | None
+    metrics: Metrics
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """All of a search: distinct policies in the order they were first asked for, and how many trials that took."""
+    """All of a search, in the order of trials. refused: how many trials by kind of reason. stopped: at a stall."""
 
     sampler: str
     trials: int
     tried: tuple[Tried, ...]
+    refused: dict[str, int] = field(default_factory=dict)
+    stopped: bool = False
 
 
 def search(
+    shared: Shared,
     space: Space,
     evaluate: Evaluate,
-    trials: int,
-    seed: int,
-    sampler: Sampler = "auto",
-    *,
-    on_trials: Callable[[int], None] = lambda count: None,
+    plan: Plan,
+    on_trials: Callable[[int], None] = lambda done: None,
 ) -> Found:
-    """Run `trials` trials, or the whole grid by brute force where `auto` finds it no larger than that.
+    """Work on the study until its trials are done, by this worker or others. on_trials: told how many more are."""
+    in_turn = {"batch": space.search.batches} if len(space.search.batches) > 1 else {}
+    shared.study.sampler = make_sampler(plan.sampler, plan.seed, in_turn)
+    shared.queue(plan.given)
+    worker, known = _Worker(shared, space, evaluate, plan), 0
+    while True:
+        shared.recover()
+        trials = shared.trials()
+        done = {root_of(trial) for trial in trials if is_done(trial)}
+        on_trials(len(done) - known)
+        known = len(done)
+        limit = _limit(trials, plan)
+        if len(done) >= limit:
+            return found(trials, plan)
+        if not worker.generation(trials, limit):
+            time.sleep(WAIT_S)
 
-    on_trials: told how many trials each generation finished.
-    """
-    grid = space.grid(trials) if sampler in ("auto", "brute") else None
-    if sampler == "brute" and grid is None:
-        grid = list(itertools.islice(space.grid_points(), trials))
-    cache = _Cache(space, evaluate)
-    if grid is not None:
-        cache.outcomes(grid)
-        on_trials(len(grid))
-        return Found("brute", len(grid), cache.tried())
-    name = "nsga2" if sampler == "auto" else sampler
-    study = _study(name, seed)
-    for point in space.suggestions():
-        study.enqueue_trial(point)
-    for first in range(0, trials, GENERATION):
-        asked = [study.ask() for _ in range(min(GENERATION, trials - first))]
-        points = [_suggest(space, trial) for trial in asked]
-        for trial, outcome in zip(asked, cache.outcomes(points), strict=True):
-            values = objectives(outcome)
-            if values is None:
-                study.tell(trial, state=TrialState.FAIL)
+
+def found(trials: Sequence[FrozenTrial], plan: Plan) -> Found:
+    """What a study holds."""
+    tried: dict[tuple[str, int], Tried] = {}
+    refused: Counter[str] = Counter()
+    roots: set[str] = set()
+    for trial in trials:
+        if not is_done(trial) or root_of(trial) in roots:
+            continue
+        roots.add(root_of(trial))
+        replay = trial.user_attrs[REPLAY]
+        key = replay["policy_digest"], replay["batch"]
+        known = tried.get(key)
+        if replay["level"] == "refused":
+            refused[_kind_of(replay["reason"])] += 1
+        facts = (replay["level"], replay["reason"], replay["metrics"])
+        tried[key] = Tried(known.point if known else trial.params, *key, known.points + 1 if known else 1, *facts)
+    return Found(plan.sampler, len(roots), tuple(tried.values()), dict(refused.most_common()), len(roots) < plan.trials)
+
+
+class _Worker:
+    """Asks for a generation of trials and answers them. known: replays by (policy digest, batch), of all workers."""
+
+    def __init__(self, shared: Shared, space: Space, evaluate: Evaluate, plan: Plan) -> None:
+        self.shared, self.space, self.evaluate, self.plan = shared, space, evaluate, plan
+        self.known: dict[tuple[str, int], dict[str, Any]] = {}
+
+    def generation(self, trials: Sequence[FrozenTrial], limit: int) -> bool:
+        """Run what is free to be run; False where there is nothing."""
+        waiting = sum(trial.state == TrialState.WAITING for trial in trials)
+        free = limit - len({root_of(trial) for trial in trials if not trial.user_attrs.get(SURPLUS)})
+        count = min(BATCH[self.plan.sampler], max(free, 0) + waiting)
+        if not count:
+            return False
+        asked, points = [], []
+        for _ in range(count):
+            asked.append(self.shared.ask())
+            points.append(_suggest(self.space, asked[-1]))
+        trials = self.shared.trials()
+        mine = admitted(trials, limit)
+        run = [(trial, point) for trial, point in zip(asked, points, strict=True) if trial.number in mine]
+        for trial in asked:
+            if trial.number not in mine:
+                self.shared.tell(trial, None, {SURPLUS: True})
+        for trial, replay in zip((t for t, _ in run), self._replays(trials, [p for _, p in run]), strict=True):
+            self._tell(trial, replay)
+        return True
+
+    def _tell(self, trial: optuna.Trial, replay: dict[str, Any]) -> None:
+        values = None
+        if replay["level"] != "refused":
+            values = self.plan.goal.values(replay["metrics"])
+            set_violations(trial, self.plan.goal.violations(replay["metrics"]))
+        self.shared.tell(trial, values, {REPLAY: replay})
+
+    def _replays(self, trials: Sequence[FrozenTrial], points: list[Point]) -> list[dict[str, Any]]:
+        """One answer per point; policies that nobody replayed before are replayed together."""
+        for trial in trials:
+            replay = trial.user_attrs.get(REPLAY)
+            if replay is not None:
+                self.known.setdefault((replay["policy_digest"], replay["batch"]), replay)
+        keys, wanted = [], dict[int, dict[str, Policy]]()
+        for point in points:
+            batch = int(point.get("batch", self.plan.batch))
+            try:
+                policy = self.space.policy(point)
+            except UserError as error:
+                key = f"contradiction: {error.cause}", batch
+                self.known[key] = _answer(*key, "refused", error.cause, {})
             else:
-                study.tell(trial, list(values))
-        on_trials(len(asked))
-    return Found(name, trials, cache.tried())
+                key = policy_digest(policy), batch
+                if key not in self.known:
+                    wanted.setdefault(batch, {})[key[0]] = policy
+            keys.append(key)
+        for batch, policies in wanted.items():
+            outcomes = self.evaluate(list(policies.values()), batch)
+            for digest, outcome in zip(policies, outcomes, strict=True):
+                self.known[digest, batch] = self._judged(digest, outcome, batch)
+        return [self.known[key] for key in keys]
+
+    def _judged(self, digest: str, outcome: Outcome, batch: int) -> dict[str, Any]:
+        metrics = measured_metrics(outcome, self.space.record)
+        wanted = (*self.plan.goal.objectives, *(name for name, _ in self.plan.goal.bounds))
+        lacking = [name for name in wanted if metrics[name] is None]
+        if outcome.level == "refused" or lacking:
+            reason = outcome.reason if outcome.level == "refused" else f"replay does not know its {lacking[0]}"
+            return _answer(digest, batch, "refused", reason, {})
+        return _answer(digest, batch, outcome.level, outcome.reason, metrics)
 
 
-def objectives(outcome: Outcome) -> tuple[float, float] | None:
-    """(speedup, key and value bytes per token), or None where refused."""
-    if outcome.speedup is None or outcome.kv_bytes_per_token is None:
-        return None
-    return outcome.speedup, outcome.kv_bytes_per_token
+def _kind_of(reason: str) -> str:
+    """A reason without the values and lists that tell one trial's from another's."""
+    found = re.sub(r" \(.*\)$", "", reason.split(";")[0])
+    return re.sub(r"\b((?:drafter|draft_kv|verify_kv)\.\w+) [^ ,]+", r"\1", found)
 
 
-def pareto(outcomes: Sequence[Outcome]) -> list[int]:
-    """Places of the outcomes that none other beats in both objectives, fastest first."""
-    scored = [(values, i) for i, outcome in enumerate(outcomes) if (values := objectives(outcome)) is not None]
-    scored.sort(key=lambda item: (-item[0][0], item[0][1], item[1]))
-    front, least = [], float("inf")
-    for (_, kv_bytes), i in scored:
-        if kv_bytes < least:
-            front.append(i)
-            least = kv_bytes
-    return front
+def _answer(digest: str, batch: int, level: str, reason: str | None, metrics: Metrics) -> dict[str, Any]:
+    return {"policy_digest": digest, "batch": batch, "level": level, "reason": reason, "metrics": metrics}
 
 
-class _Cache:
-    """Outcomes by policy digest: a policy met again costs nothing."""
+def _limit(trials: Sequence[FrozenTrial], plan: Plan) -> int:
+    """How many trials there are to be: those of the plan, or those up to where the front stopped growing.
 
-    def __init__(self, space: Space, evaluate: Evaluate) -> None:
-        self.space, self.evaluate = space, evaluate
-        self._found: dict[str, Tried] = {}
-
-    def outcomes(self, points: Sequence[Point]) -> list[Outcome]:
-        """One outcome per point; new policies are replayed together."""
-        policies = [self.space.policy(point) for point in points]
-        digests = [policy_digest(policy) for policy in policies]
-        new = {d: i for i, d in reversed(list(enumerate(digests))) if d not in self._found}
-        order = sorted(new.values())
-        for i, outcome in zip(order, self.evaluate([policies[i] for i in order]) if order else [], strict=True):
-            self._found[digests[i]] = Tried(points[i], digests[i], 0, outcome)
-        for digest in digests:
-            known = self._found[digest]
-            self._found[digest] = Tried(known.point, digest, known.points + 1, known.outcome)
-        return [self._found[digest].outcome for digest in digests]
-
-    def tried(self) -> tuple[Tried, ...]:
-        return tuple(self._found.values())
-
-
-def _study(name: str, seed: int) -> optuna.Study:
-    samplers: dict[str, Callable[[], optuna.samplers.BaseSampler]] = {
-        "nsga2": lambda: optuna.samplers.NSGAIISampler(seed=seed, population_size=GENERATION),
-        "tpe": lambda: optuna.samplers.TPESampler(seed=seed, n_startup_trials=GENERATION),
-        "random": lambda: optuna.samplers.RandomSampler(seed=seed),
-    }
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-        return optuna.create_study(directions=["maximize", "minimize"], sampler=samplers[name]())
+    The volume is looked at after every full generation by number, so all workers stop at the same trial.
+    """
+    if not plan.stall or len(trials) < (plan.stall + 1) * GENERATION:
+        return plan.trials
+    volumes: list[float] = []
+    best: list[list[float]] = []
+    low = reference = np.zeros(0)
+    for first in range(0, len(trials) - GENERATION + 1, GENERATION):
+        generation = trials[first : first + GENERATION]
+        if not all(trial.state.is_finished() for trial in generation):
+            break
+        metrics = [t.user_attrs[REPLAY]["metrics"] for t in generation if t.state == TrialState.COMPLETE]
+        costs = best + [plan.goal.costs(m) for m in metrics if plan.goal.feasible(m)]
+        if not costs:
+            volumes.append(0.0)
+            continue
+        best = [costs[i] for i in front(costs)]
+        if not len(reference):
+            low, reference = np.min(costs, axis=0), np.max(costs, axis=0)
+            reference = reference + 0.1 * np.maximum(reference - low, 1e-12)
+        volumes.append(hypervolume((np.array(best) - low) / (reference - low), np.ones(len(low))))
+        if len(volumes) > plan.stall and volumes[-1] <= volumes[-1 - plan.stall] * (1.0 + STALL_FRAC):
+            return min(plan.trials, len({root_of(t) for t in trials[: first + GENERATION] if is_done(t)}))
+    return plan.trials
 
 
 def _suggest(space: Space, trial: optuna.Trial) -> Point:
-    """Ask the sampler for one point: the kind first, then what that kind has."""
-    point: Point = {"controller": trial.suggest_categorical("controller", space.kinds())}
-    form = ""
-    if point["controller"] == "rate":
-        form = point["rate.form"] = str(trial.suggest_categorical("rate.form", ["calibrated", "paper"]))
-    for name, axis in space.parameters(point["controller"], form).items():
-        if name not in point:
-            point[name] = _suggest_one(trial, name, distribution(axis))
+    """Ask the sampler for one point: each parameter once the choices before it give it a meaning."""
+    point: Point = {}
+    while (wanted := space.next_axis(point)) is not None:
+        name, axis = wanted
+        point[name] = _suggest_one(trial, name, distribution(axis))
     return point
 
 
@@ -157,7 +242,7 @@ def _suggest_one(trial: optuna.Trial, name: str, wanted: BaseDistribution) -> An
     return trial.suggest_categorical(name, wanted.choices)
 
 
-def distribution(axis: Range | tuple[Any, ...]) -> BaseDistribution:
+def distribution(axis: Axis) -> BaseDistribution:
     """The Optuna distribution of an axis."""
     if not isinstance(axis, Range):
         return CategoricalDistribution(axis)

@@ -1,33 +1,54 @@
-"""`tune`: search policies by replay, choose on validation documents, write the study and the policy files."""
+"""`tune`: search policies by replay, choose on validation documents, report on test documents, write what was found.
 
-from dataclasses import dataclass, field, replace
-from functools import partial
+Workers of one study run this verb with the same settings: `workers` of them from one command, and as many commands, on
+as many machines, as share `storage`. A command that was killed goes on when it is run again.
+"""
+
+import hashlib
+import multiprocessing
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from specdial.engine.trace.reader import read_trace
-from specdial.policies.artifact import claim_directory, provenance, write_json_atomic
+from specdial.policies.artifact import claim_directory, digest_of
 from specdial.policies.errors import UserError
 from specdial.policies.fields import parse, setting, to_plain
-from specdial.policies.file import policy_digest, save_policy
+from specdial.policies.file import policy_digest
 from specdial.policies.schema import Policy
-from specdial.simulator.check import AcceptanceCheck, check_acceptance
-from specdial.simulator.choice import Choice, choose
+from specdial.simulator.axes import Search
+from specdial.simulator.check import check_acceptance
+from specdial.simulator.choice import Choice, candidates, choose, plain_policy
 from specdial.simulator.costs import CostModel
 from specdial.simulator.lanes import Record, read_record
 from specdial.simulator.load import caveats, load_costs, marked, trace_digest
+from specdial.simulator.objectives import Goal
 from specdial.simulator.outcome import Outcome
 from specdial.simulator.replay import replay
-from specdial.simulator.search import Evaluate, Found, Sampler, fixed_points, search
-from specdial.simulator.space import Search, Space
+from specdial.simulator.samplers import Sampler, sampler_for
+from specdial.simulator.search import Evaluate, Found, Plan, fixed_points, search
+from specdial.simulator.search_tables import print_refused, print_surface_cells, print_test
+from specdial.simulator.space import Space
+from specdial.simulator.study import Shared, open_storage
+from specdial.simulator.surface import Grid, Surface, SurfaceSettings, find_surface
 from specdial.simulator.tables import print_acceptance, print_choice, print_costs, trial_bar
+from specdial.simulator.tuned_files import Tuned, write_tuned
 
-SCHEMA = "specdial/study/1"
+MOST_CONTEXTS = 8  # rows of a surface where none are named
+CONTINUES = ("out", "trials", "workers")  # settings that may differ when a search goes on
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Settings of `tune`. costs: a cost table, None for the trace's own rounds. bootstrap: resamples of intervals."""
+    """Settings of `tune`.
+
+    costs: a cost table, None for the trace's own rounds. batch: at which the best policy is chosen. objectives, and
+    bounds on any metric in constraints: see simulator.objectives. stall: generations without growth of the front's
+    hypervolume after which to stop, 0 for none. bootstrap: resamples of intervals. storage: of the study, None for a
+    journal in `out`, else another journal file or a database URL. workers: processes of this command.
+    """
 
     trace: str
     out: str
@@ -36,8 +57,14 @@ class Settings:
     seed: int = setting(0, low=0, high=2**32 - 1)
     sampler: Sampler = "auto"
     batch: int = setting(1, low=1)
+    objectives: tuple[str, ...] = ("speedup", "kv_bytes_per_token")
+    constraints: dict[str, Any] = field(default_factory=dict)
+    stall: int = setting(0, low=0)
     bootstrap: int = setting(1000, low=1, high=100_000)
+    storage: str | None = None
+    workers: int = setting(1, low=1, high=256)
     search: Search = field(default_factory=Search)
+    surface: SurfaceSettings = field(default_factory=SurfaceSettings)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,43 +75,71 @@ class _Run:
     record: Record
     costs: CostModel
     space: Space
+    plan: Plan
     select_split: str
+
+    def evaluate(self, split: str, bootstrap: int) -> Evaluate:
+        """Replay on one split."""
+
+        def run(policies: Any, batch: int) -> list[Outcome]:
+            seed = self.settings.seed
+            return replay(self.record, self.costs, policies, split, batch, bootstrap=bootstrap, seed=seed)
+
+        return run
 
 
 def run(settings: dict[str, Any]) -> dict[str, Any]:
     """Tune, print, write `out`; returns the best policy's numbers on the selection split, and where the files are."""
     s = parse(Settings, settings)
     job = _prepare(s)
-    claim_directory(Path(s.out), "tune", to_plain(s))
-    with trial_bar(s.trials) as advance:
-        found = search(job.space, _evaluate(job, "train", 0), s.trials, s.seed, s.sampler, on_trials=advance)
-    choice = choose(job.space, found, _evaluate(job, job.select_split, s.bootstrap))
-    check = check_acceptance(job.record, "train", job.select_split, s.seed)
-    expected = _write(job, found, choice, check)
-    title = f"tuned on train, selected on {job.select_split}: {found.trials} trials, {found.sampler}"
-    print_choice(choice, marked(title, caveats(job.record.trace, job.costs)))
-    print_acceptance(check)
-    print_costs(job.costs)
+    config = to_plain(s)
+    claim_directory(Path(s.out), "tune", {name: value for name, value in config.items() if name not in CONTINUES})
+    with _assistants(s):
+        found = _search(job)
+    choice = choose(job.space, found, job.evaluate(job.select_split, s.bootstrap), job.plan.goal, job.plan.batch)
+    surface = _surface(job, found)
+    tuned = Tuned(
+        settings=to_plain(s),
+        record=job.record,
+        costs=job.costs,
+        goal=job.plan.goal,
+        found=found,
+        choice=choice,
+        surface=surface,
+        surface_outcome=_one(job, surface.policy, job.select_split) if surface is not None and surface.pays else None,
+        test=_test(job, choice, surface),
+        select_split=job.select_split,
+        check=check_acceptance(job.record, "train", job.select_split, s.seed),
+    )
+    expected = write_tuned(Path(s.out), tuned)
+    _print(tuned)
     return {
         **choice.best.plain(),
         "pays": choice.pays,
+        "feasible": choice.feasible,
         "trials": found.trials,
         "distinct": len(found.tried),
+        "refused": found.refused,
+        "stopped": found.stopped,
         "policies": str(Path(s.out) / "policies"),
         "best_fixed": choice.best_fixed.plain(),
         "crossover": to_plain(choice.crossover),
+        "surface": tuned.surface_plain(),
+        "test": tuned.test_plain(),
         "expected": expected,
     }
 
 
 def _prepare(s: Settings) -> _Run:
+    goal = Goal.of(s.objectives, s.constraints)
     record = read_record(read_trace(s.trace))
     costs = load_costs(s.costs, record.trace)
     splits = set(record.documents.split.tolist())
     select = "validation" if "validation" in splits else "train"
+    batch = s.search.batches[0] if s.search.batches else s.batch
     probe = Space.of(s.search, record, gamma=0.3)
     fixed = [probe.policy(point) for point in fixed_points(probe)]
-    outcomes = replay(record, costs, fixed, "train", s.batch, bootstrap=0)
+    outcomes = replay(record, costs, fixed, "train", batch, bootstrap=0)
     priced = [outcome for outcome in outcomes if outcome.speedup is not None]
     if not priced:
         raise UserError(
@@ -92,107 +147,109 @@ def _prepare(s: Settings) -> _Run:
             "calibrate for this trace and give costs=",
         )
     gamma = max(priced, key=lambda outcome: outcome.speedup or 0.0).gamma or 0.3
-    return _Run(s, record, costs, Space.of(s.search, record, gamma), select)
+    space = Space.of(s.search, record, gamma)
+    grid = space.grid(s.trials) if s.sampler in ("auto", "brute") else None
+    name = sampler_for(space, s.trials, len(goal.objectives), grid is not None) if s.sampler == "auto" else s.sampler
+    if name == "brute":
+        points = grid if grid is not None else [p for p, _ in zip(space.grid_points(), range(s.trials))]
+        plan = Plan(name, len(points), s.seed, goal, tuple(points), 0, batch)
+    else:
+        plan = Plan(name, s.trials, s.seed, goal, tuple(space.suggestions()[: s.trials]), s.stall, batch)
+    return _Run(s, record, costs, space, plan, select)
 
 
-def _evaluate(job: _Run, split: str, bootstrap: int) -> Evaluate:
-    return partial(
-        replay,
-        job.record,
-        job.costs,
-        split=split,
-        batch=job.settings.batch,
-        bootstrap=bootstrap,
-        seed=job.settings.seed,
-    )
-
-
-def _write(job: _Run, found: Found, choice: Choice, check: AcceptanceCheck) -> dict[str, Any]:
-    """Policy files, then study.json, which names the run complete. Returns the best policy's expected block."""
-    out, digest = Path(job.settings.out), trace_digest(job.record.trace)
-    named = {"best": choice.best, "best_fixed": choice.best_fixed, "plain": choice.plain}
-    seen = {policy_digest(outcome.policy) for outcome in named.values()}
-    for outcome in choice.front:
-        if policy_digest(outcome.policy) not in seen and outcome.speedup is not None:
-            seen.add(policy_digest(outcome.policy))
-            named[f"pareto-{len(named) - 2:02d}"] = outcome
-    for name, outcome in named.items():
-        expected = expected_block(job, outcome, digest)
-        stamp = {
-            **provenance(),
-            "model_digest": job.record.trace.meta["model"]["digest"],
-            "trace_digest": digest,
-            "policy_digest": policy_digest(outcome.policy),
-        }
-        policy = replace(outcome.policy, name=_file_name(name, outcome.policy), expected=expected, provenance=stamp)
-        save_policy(policy, out / "policies" / f"{name}.yaml")
-    write_json_atomic(
-        out / "study.json", {**_study(job, found, choice, sorted(named)), "acceptance_check": to_plain(check)}
-    )
-    return expected_block(job, choice.best, digest)
-
-
-def expected_block(job: _Run, outcome: Outcome, digest: str) -> dict[str, Any]:
-    """What the policy file predicts, and from what."""
-    names = (
-        *("speedup", "low", "high", "level", "tokens_per_round", "alpha", "gamma", "k", "budget", "batch"),
-        *("us_per_token", "baseline_us_per_token", "breakdown", "kv_bytes_per_token", "extrapolated_frac"),
-    )
-    return {
-        **{name: to_plain(getattr(outcome, name)) for name in names},
-        "split": job.select_split,
-        "documents": list(outcome.documents),
-        "trace_digest": digest,
-        "hardware": job.costs.meta.get("hardware"),
-        "costs": "cost table" if job.settings.costs else "the trace's own rounds",
-        "caveats": caveats(job.record.trace, job.costs),
+def _search(job: _Run) -> Found:
+    s = job.settings
+    identity = {
+        "trace": trace_digest(job.record.trace),
+        "costs": _costs_digest(job.costs),
+        "search": digest_of(to_plain(s.search)),
+        "goal": digest_of(to_plain(job.plan.goal)),
+        "sampler": job.plan.sampler,
+        "seed": s.seed,
+        "batch": job.plan.batch,
     }
+    storage = open_storage(s.storage or str(Path(s.out) / "study.journal"))
+    shared = Shared(storage, job.plan.goal.directions, identity)
+    try:
+        with trial_bar(job.plan.trials) as progress:
+            return search(shared, job.space, job.evaluate("train", 0), job.plan, progress)
+    finally:
+        shared.close()
 
 
-def _file_name(name: str, policy: Policy) -> str:
-    return name if name in (policy.name, "plain") else f"{name}-{policy.name}"
+def _costs_digest(costs: CostModel) -> str:
+    """sha256 of what was measured, whatever made it."""
+    hashed = hashlib.sha256()
+    for name, found in sorted(costs.measured.items()):
+        hashed.update(name.encode() + found.points.tobytes() + found.values_us.tobytes())
+    return hashed.hexdigest()
 
 
-def _study(job: _Run, found: Found, choice: Choice, files: list[str]) -> dict[str, Any]:
-    selected = {policy_digest(outcome.policy): outcome for outcome in choice.finalists}
-    trials = []
-    for tried in found.tried:
-        other = selected.get(tried.digest)
-        trials.append(
-            {
-                "params": tried.point,
-                "policy_digest": tried.digest,
-                "points": tried.points,
-                "level": tried.outcome.level,
-                "reason": tried.outcome.reason,
-                "values": {
-                    "train": _values(tried.outcome),
-                    **({job.select_split: _values(other)} if other is not None and job.select_split != "train" else {}),
-                },
-            }
-        )
-    return {
-        "schema": SCHEMA,
-        "trace_digest": trace_digest(job.record.trace),
-        "model": job.record.trace.meta["model"],
-        "caveats": caveats(job.record.trace, job.costs),
-        "hardware": job.costs.meta.get("hardware"),
-        "settings": to_plain(job.settings),
-        "plain_gbps": job.costs.plain_gbps,
-        "leave_one_out": job.costs.leave_one_out(),
-        "objectives": {"speedup": "maximize", "kv_bytes_per_token": "minimize"},
-        "sampler": found.sampler,
-        "trials": found.trials,
-        "selected_on": job.select_split,
-        "pays": choice.pays,
-        "crossover": to_plain(choice.crossover),
-        "best": choice.best.plain(),
-        "best_fixed": choice.best_fixed.plain(),
-        "policies": files,
-        "tried": trials,
-        "provenance": provenance(),
-    }
+def _assist(settings: dict[str, Any]) -> None:
+    """What the other processes of `workers` do."""
+    _search(_prepare(parse(Settings, settings)))
 
 
-def _values(outcome: Outcome) -> dict[str, float | None]:
-    return {"speedup": outcome.speedup, "kv_bytes_per_token": outcome.kv_bytes_per_token}
+@contextmanager
+def _assistants(s: Settings) -> Iterator[None]:
+    """Other processes at the same study; what one of them leaves undone, this one does."""
+    context = multiprocessing.get_context("spawn")
+    others = [context.Process(target=_assist, args=(to_plain(s),), daemon=True) for _ in range(s.workers - 1)]
+    for other in others:
+        other.start()
+    try:
+        yield
+    finally:
+        for other in others:
+            other.terminate()
+            other.join()
+
+
+def _surface(job: _Run, found: Found) -> Surface | None:
+    """The surface over what was found, or None where there is a single cell or costs know a single context."""
+    wanted, batches = job.settings.surface, job.settings.search.batches or (job.plan.batch,)
+    contexts = wanted.contexts or _spread([round(c) for c in job.costs.contexts()], MOST_CONTEXTS)
+    grid = Grid(tuple(sorted(set(contexts))), tuple(sorted(set(wanted.batches or batches))))
+    if job.costs.own_rounds or len(grid.contexts) * len(grid.batches) < 2:
+        return None
+    tried = [t for pair in candidates(job.space, found, job.plan.goal) for t in pair]
+    policies = [job.space.policy(point) for point in (*fixed_points(job.space), *(t.point for t in tried))]
+    distinct: dict[str, Policy] = {policy_digest(policy): policy for policy in policies}
+    known = [plain_policy(job.space), *distinct.values()]
+    return find_surface(job.record, job.costs, known, grid, ("train", job.select_split), wanted.switch_frac)
+
+
+def _spread(values: list[int], most: int) -> list[int]:
+    """At most so many of some values, the first and the last among them."""
+    if len(values) <= most:
+        return values
+    return [values[round(i * (len(values) - 1) / (most - 1))] for i in range(most)]
+
+
+def _one(job: _Run, policy: Policy, split: str) -> Outcome:
+    return job.evaluate(split, job.settings.bootstrap)([policy], job.plan.batch)[0]
+
+
+def _test(job: _Run, choice: Choice, surface: Surface | None) -> dict[str, Outcome]:
+    """What was chosen, on the documents that nothing was tuned or selected on; empty where the trace has none."""
+    if "test" not in job.record.documents.split:
+        return {}
+    named = {"best": choice.best, "best_lossless": choice.best_lossless, "best_fixed": choice.best_fixed}
+    policies = {name: outcome.policy for name, outcome in named.items()}
+    if surface is not None and surface.pays:
+        policies["surface"] = surface.policy
+    outcomes = job.evaluate("test", job.settings.bootstrap)(list(policies.values()), job.plan.batch)
+    return dict(zip(policies, outcomes, strict=True))
+
+
+def _print(tuned: Tuned) -> None:
+    found, record = tuned.found, tuned.record
+    title = f"tuned on train, selected on {tuned.select_split}: {found.trials} trials, {found.sampler}"
+    title += ", stopped as the front no longer grew" if found.stopped else ""
+    print_choice(tuned.choice, marked(title, caveats(record.trace, tuned.costs)))
+    print_refused(found)
+    print_test(tuned.test)
+    print_surface_cells(tuned.surface)
+    print_acceptance(tuned.check)
+    print_costs(tuned.costs)

@@ -10,10 +10,13 @@ import pytest
 
 from specdial.policies.errors import UserError
 from specdial.policies.file import load_policy, policy_digest
+from specdial.simulator.axes import Range, Search
 from specdial.simulator.lanes import read_record
+from specdial.simulator.objectives import Goal, front
 from specdial.simulator.outcome import Outcome
-from specdial.simulator.search import distribution, pareto, search
-from specdial.simulator.space import Range, Search, Space
+from specdial.simulator.search import Plan, distribution, search
+from specdial.simulator.space import Space
+from specdial.simulator.study import Shared, open_storage
 from specdial.simulator.synthetic import Shape, write_synthetic_costs, write_trace
 from specdial.simulator.verbs.tune import run
 
@@ -113,9 +116,10 @@ def test_rules_that_need_signals_are_not_tried_on_a_drafter_without(tmp_path, sa
     write_synthetic_costs(tmp_path / "costs", (256, 512), (1,), Shape())
     table = pq.read_table(tmp_path / "costs" / "costs.parquet")
     timed = table.filter(pc.not_equal(table["op"], "plain"))
-    lookup = timed.set_column(1, table.schema.field("drafter"), pa.array(["lookup"] * timed.num_rows))
+    place = {name: i for i, name in enumerate(table.column_names)}
+    lookup = timed.set_column(place["drafter"], table.schema.field("drafter"), pa.array(["lookup"] * timed.num_rows))
     once = lookup.filter(pc.is_in(lookup["budget"], pa.array([0, 128], pa.int32())))
-    free = once.set_column(5, table.schema.field("budget"), pa.array([0] * once.num_rows, pa.int32()))
+    free = once.set_column(place["budget"], table.schema.field("budget"), pa.array([0] * once.num_rows, pa.int32()))
     pq.write_table(pa.concat_tables([table, free]), tmp_path / "costs" / "costs.parquet")
     _, out = tune(tmp_path, tmp_path, trace="trace", sampler=sampler, search={"k_max": 3})
     tried = json.loads((out / "study.json").read_text())["tried"]
@@ -143,35 +147,28 @@ def test_mistakes_are_named_and_leave_nothing_behind(files, tmp_path, settings, 
     assert not (tmp_path / "out").exists()
 
 
-def test_equal_policies_are_replayed_once(trace):
+def test_equal_policies_are_replayed_once(trace, tmp_path):
     space = Space.of(Search(controllers=("fixed",), k_max=3), read_record(trace), gamma=0.2)
     replayed = []
 
-    def evaluate(policies):
+    def evaluate(policies, batch):
         replayed.extend(policy_digest(p) for p in policies)
         return [
             Outcome(p, "exact", None, True, (), 1, 0, speedup=float(p.k_max), kv_bytes_per_token=1.0) for p in policies
         ]
 
-    found = search(space, evaluate, trials=200, seed=0, sampler="random")
+    shared = Shared(open_storage(str(tmp_path / "journal")), ["maximize", "minimize"], {})
+    found = search(shared, space, evaluate, Plan("random", 200, 0, Goal()))
     assert len(replayed) == len(set(replayed)) == len(found.tried) == 6
     assert sum(tried.points for tried in found.tried) == 200
 
 
-def test_the_front_holds_what_nothing_beats(policy):
-    generator = np.random.default_rng(0)
-    plain = policy("none")
-    outcomes = [
-        Outcome(plain, "exact", None, True, (), 1, 0, speedup=float(s), kv_bytes_per_token=float(b))
-        for s, b in generator.random((60, 2))
-    ]
-    front = pareto(outcomes)
-    for i, outcome in enumerate(outcomes):
-        beaten = any(
-            other.speedup > outcome.speedup and other.kv_bytes_per_token < outcome.kv_bytes_per_token
-            for other in outcomes
-        )
-        assert (i in front) == (not beaten)
+def test_the_front_holds_what_nothing_beats():
+    costs = np.random.default_rng(0).random((60, 2)).tolist()
+    ahead = front(costs)
+    for i, (first, second) in enumerate(costs):
+        beaten = any(a < first and b < second for a, b in costs)
+        assert (i in ahead) == (not beaten)
 
 
 @pytest.mark.parametrize("axis", [Range(1, 8, "int"), Range(0.1, 10.0, "log"), Range(64, 512, "int_log"), Range(-1, 1)])
@@ -180,3 +177,17 @@ def test_grid_points_lie_in_the_distribution(axis):
     assert all(wanted.low <= value <= wanted.high for value in axis.grid()[:-1])
     assert axis.grid()[0] == pytest.approx(axis.low)
     assert axis.grid()[-1] == pytest.approx(axis.high)
+
+
+def test_what_the_trace_cannot_support_is_refused_counted_and_shown(files, tmp_path, capsys):
+    search = {"draft_kv": {"recent": [16, 32]}, "verify_kv": {"mode": ["full", "partial"]}, "batches": [1, 2]}
+    result, out = tune(files, tmp_path, search={**search, "controllers": ["fixed", "entropy"]}, trials=100)
+    study = json.loads((out / "study.json").read_text())
+    shown = capsys.readouterr().out
+    refused = [row for row in study["tried"] if row["level"] == "refused"]
+    assert refused
+    assert sum(row["points"] for row in refused) == sum(result["refused"].values())
+    assert "no recorded arm has draft_kv.recent" in result["refused"]
+    assert all(row["reason"] for row in refused)
+    assert f"{sum(result['refused'].values())} of 100 trials refused" in shown
+    assert {row["params"]["batch"] for row in study["tried"]} == {1, 2}

@@ -1,0 +1,134 @@
+"""What a search may look at: objectives, bounds on them, the points nothing beats, and the volume they cover.
+
+A metric is a number of one replayed policy; up or down is better, once for all. Leaves out searching.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from specdial.policies.errors import UserError
+from specdial.simulator.lanes import Record
+from specdial.simulator.outcome import Outcome
+
+Floats = npt.NDArray[np.float64]
+Metrics = dict[str, float | None]
+Direction = Literal["maximize", "minimize"]
+TAIL_PERCENT = 95.0
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """of: its value for a replayed policy, None where replay does not know it."""
+
+    direction: Direction
+    says: str
+    of: Callable[[Outcome, Record], float | None]
+
+    @property
+    def sign(self) -> float:
+        """Turns values into costs, less being better."""
+        return -1.0 if self.direction == "maximize" else 1.0
+
+
+def tail_us_per_token(outcome: Outcome, record: Record) -> float | None:
+    """95th percentile, over documents or batches of them, of the time that a sequence waits for a token."""
+    if outcome.unit_us is None:
+        return None
+    place = {int(doc): i for i, doc in enumerate(record.documents.doc)}
+    index = np.array([place[doc] for doc in outcome.documents])
+    tokens = (record.documents.end - record.documents.start)[index]
+    first = np.arange(0, len(index), outcome.batch)
+    per_unit = np.add.reduceat(tokens, first) / np.minimum(outcome.batch, len(index) - first)
+    return float(np.percentile(outcome.unit_us / per_unit, TAIL_PERCENT))
+
+
+METRICS: dict[str, Metric] = {
+    "speedup": Metric("maximize", "over plain decoding", lambda outcome, record: outcome.speedup),
+    "kv_bytes_per_token": Metric(
+        "minimize", "key and value bytes read per token", lambda outcome, record: outcome.kv_bytes_per_token
+    ),
+    "tail_us_per_token": Metric(
+        "minimize", "time per token of the slowest 5 % of documents, microseconds", tail_us_per_token
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """What is optimised, the first objective above all; bounds: the most, or the least, that a metric may be."""
+
+    objectives: tuple[str, ...] = ("speedup", "kv_bytes_per_token")
+    bounds: tuple[tuple[str, float], ...] = ()
+
+    @classmethod
+    def of(cls, objectives: Sequence[str], constraints: Mapping[str, object]) -> "Goal":
+        """Raises UserError on a metric that is not known, given twice, or bounded by what is not a number."""
+        for where, names in (("objectives", objectives), ("constraints", list(constraints))):
+            unknown = [name for name in names if name not in METRICS]
+            if unknown:
+                raise UserError(f"{where} names {unknown[0]!r}", f"use some of {', '.join(METRICS)}")
+        if not objectives or len(set(objectives)) < len(objectives):
+            raise UserError(f"objectives is {list(objectives)}", "name each objective once, at least one")
+        bounds = []
+        for name, bound in constraints.items():
+            if isinstance(bound, bool) or not isinstance(bound, (int, float)):
+                raise UserError(f"constraints.{name} is {bound!r}", "give a number")
+            bounds.append((name, float(bound)))
+        return cls(tuple(objectives), tuple(bounds))
+
+    @property
+    def directions(self) -> list[Direction]:
+        return [METRICS[name].direction for name in self.objectives]
+
+    def values(self, metrics: Metrics) -> list[float] | None:
+        """Values of the objectives, None where one is not known."""
+        found = [metrics.get(name) for name in self.objectives]
+        return None if any(value is None for value in found) else [float(v) for v in found if v is not None]
+
+    def violations(self, metrics: Metrics) -> dict[str, float]:
+        """How far each bound is overstepped, 0 or less where it holds; bounds on what is not known are left out."""
+        known = [(name, bound, value) for name, bound in self.bounds if (value := metrics.get(name)) is not None]
+        return {name: METRICS[name].sign * (value - bound) for name, bound, value in known}
+
+    def feasible(self, metrics: Metrics) -> bool:
+        """Is every objective known, and does every bound hold?"""
+        found = self.violations(metrics)
+        return self.values(metrics) is not None and all(found.get(name, 1.0) <= 0.0 for name, _ in self.bounds)
+
+    def costs(self, metrics: Metrics) -> list[float]:
+        """Objectives with less being better. Raises ValueError where one is not known."""
+        values = self.values(metrics)
+        if values is None:
+            raise ValueError(f"metrics lack some of {', '.join(self.objectives)}")
+        return [METRICS[name].sign * value for name, value in zip(self.objectives, values, strict=True)]
+
+
+def measured_metrics(outcome: Outcome, record: Record) -> Metrics:
+    """Every metric of a replayed policy."""
+    return {name: metric.of(outcome, record) for name, metric in METRICS.items()}
+
+
+def front(costs: Sequence[Sequence[float]]) -> list[int]:
+    """Places of the points that no other is as good as in everything, the best in the first objective first."""
+    order = sorted(range(len(costs)), key=lambda i: (*costs[i], i))
+    kept: list[int] = []
+    for i in order:
+        if not any(all(a <= b for a, b in zip(costs[j], costs[i], strict=True)) for j in kept):
+            kept.append(i)
+    return kept
+
+
+def hypervolume(costs: Floats, reference: Floats) -> float:
+    """Volume that points [n, m] dominate below a reference point [m], less being better; by slicing, exact."""
+    inside = np.unique(costs[(costs < reference).all(axis=1)], axis=0)
+    if not len(inside):
+        return 0.0
+    if inside.shape[1] == 1:
+        return float(reference[0] - inside.min())
+    upper = np.append(inside[1:, 0], reference[0])  # unique sorts by the first coordinate
+    slices = zip(inside[:, 0], upper, range(1, len(inside) + 1), strict=True)
+    return sum(float(high - low) * hypervolume(inside[:n, 1:], reference[1:]) for low, high, n in slices if high > low)

@@ -1,0 +1,99 @@
+"""Samplers by the size and shape of a space, every one seeded by trial number.
+
+A trial's draw depends on the seed, its number and what the study holds, never on which process drew before: workers do
+not repeat each other, and a resumed study goes on as it would have. Parameters in turn take their values round-robin.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import numpy as np
+import optuna
+from optuna.distributions import BaseDistribution
+from optuna.samplers import BaseSampler
+from optuna.trial import FrozenTrial, TrialState
+
+from specdial.simulator.space import Space
+from specdial.simulator.study import quiet
+
+Sampler = Literal["auto", "brute", "gp", "nsga2", "nsga3", "tpe", "random"]
+GENERATION = 50  # one population of NSGA
+GP_TRIALS = range(20, 101)  # before, it has nothing to learn from; beyond, it takes seconds a trial
+# Trials asked for before any is answered: they are replayed together.
+BATCH = {"brute": 200, "gp": 1, "nsga2": GENERATION, "nsga3": GENERATION, "tpe": 10, "random": GENERATION}
+
+
+def sampler_for(space: Space, trials: int, objectives: int, grid_fits: bool) -> str:
+    """What `auto` takes: the whole grid where it fits, a Gaussian process for few trials in a space without conditions,
+    NSGA-II for two objectives, NSGA-III for more, TPE for one."""
+    if grid_fits:
+        return "brute"
+    if trials in GP_TRIALS and not space.conditional:
+        return "gp"
+    return {1: "tpe", 2: "nsga2"}.get(objectives, "nsga3")
+
+
+def make_sampler(name: str, seed: int, in_turn: Mapping[str, Sequence[Any]]) -> BaseSampler:
+    """A sampler by name; `brute` only asks for what is queued."""
+    bounds: dict[str, Any] = {} if hasattr(optuna.Trial, "set_constraint") else {"constraints_func": _violations}
+    kinds: dict[str, Callable[[int], BaseSampler]] = {
+        "brute": lambda s: optuna.samplers.RandomSampler(seed=s),
+        "random": lambda s: optuna.samplers.RandomSampler(seed=s),
+        "gp": lambda s: optuna.samplers.GPSampler(seed=s, deterministic_objective=True, **bounds),
+        "nsga2": lambda s: optuna.samplers.NSGAIISampler(seed=s, population_size=GENERATION, **bounds),
+        "nsga3": lambda s: optuna.samplers.NSGAIIISampler(seed=s, population_size=GENERATION, **bounds),
+        "tpe": lambda s: optuna.samplers.TPESampler(seed=s, n_startup_trials=GENERATION, constant_liar=True, **bounds),
+    }
+    return _ByNumber(kinds[name], seed, in_turn)
+
+
+def set_violations(trial: optuna.Trial, violations: Mapping[str, float]) -> None:
+    """Tell the sampler how far each bound is overstepped, the way this Optuna takes it."""
+    if not violations:
+        return
+    if not hasattr(trial, "set_constraint"):
+        trial.set_user_attr("violations", list(violations.values()))
+        return
+    for name, over in violations.items():
+        trial.set_constraint(name, over)
+
+
+def _violations(trial: FrozenTrial) -> list[float]:
+    return list(trial.user_attrs["violations"])
+
+
+class _ByNumber(BaseSampler):
+    """A fresh sampler for every trial, seeded by its number."""
+
+    def __init__(self, make: Callable[[int], BaseSampler], seed: int, in_turn: Mapping[str, Sequence[Any]]) -> None:
+        self._make, self._seed, self._in_turn = make, seed, in_turn
+        with quiet():
+            self._inner = make(seed)
+
+    def before_trial(self, study: optuna.Study, trial: FrozenTrial) -> None:
+        seeds = np.random.SeedSequence((self._seed, trial.number)).generate_state(1)
+        with quiet():
+            self._inner = self._make(int(seeds[0]))
+        self._inner.before_trial(study, trial)
+
+    def infer_relative_search_space(self, study: optuna.Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:
+        found = self._inner.infer_relative_search_space(study, trial)
+        return {name: axis for name, axis in found.items() if name not in self._in_turn}
+
+    def sample_relative(
+        self, study: optuna.Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
+    ) -> dict[str, Any]:
+        return self._inner.sample_relative(study, trial, search_space)
+
+    def sample_independent(
+        self, study: optuna.Study, trial: FrozenTrial, param_name: str, param_distribution: BaseDistribution
+    ) -> Any:
+        if param_name in self._in_turn:
+            values = self._in_turn[param_name]
+            return values[trial.number % len(values)]
+        return self._inner.sample_independent(study, trial, param_name, param_distribution)
+
+    def after_trial(
+        self, study: optuna.Study, trial: FrozenTrial, state: TrialState, values: Sequence[float] | None
+    ) -> None:
+        self._inner.after_trial(study, trial, state, values)
