@@ -20,9 +20,10 @@ demo: $(VENV)/.installed
 	$(BIN)/specdial demo out=demo
 
 # One thread a process: many small operations gain nothing from more, and two processes do.
+# Bytecode is kept, whatever the environment says: every process that a test starts would compile everything anew.
 # The script, not `python -m pytest`: that would put the checkout on the path, with a bare package named `kernels`.
 test: check
-	OMP_NUM_THREADS=1 $(BIN)/pytest -m 'not gpu' -n auto --maxprocesses 8 --dist worksteal
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/pytest -m 'not gpu' -n auto --maxprocesses 8 --dist worksteal
 
 check: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

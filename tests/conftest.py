@@ -228,6 +228,28 @@ def one_thread():
     torch.set_num_threads(before)
 
 
+def pytest_configure(config) -> None:
+    """In Triton's interpreter a kernel's own functions need not have the language patched again, call by call.
+
+    The interpreter looks through the whole language at every call of a device function, `tl.sum` included: a quarter
+    of its time, though the launch has patched it already.
+    """
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        return
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    patch = interpreter._patch_lang
+
+    def patch_once(fn):
+        seen = [module for module in (tl, tl.core) if any(module is value for value in fn.__globals__.values())]
+        if seen and not any(tl.core.is_builtin(module.load) for module in seen):
+            return getattr(interpreter, "_LangPatchScope", object)()
+        return patch(fn)
+
+    interpreter._patch_lang = patch_once
+
+
 @pytest.fixture
 def in_interpreter():
     """in_interpreter(test file, names) runs case files beside it in a process that chose Triton's interpreter.
@@ -238,7 +260,8 @@ def in_interpreter():
     def run(test_file: str, *names: str) -> None:
         pytest.importorskip("triton")
         files = [str(Path(test_file).with_name(name)) for name in names]
-        command = [sys.executable, "-m", "pytest", "-q", "--import-mode=importlib", "-p", "no:cacheprovider", *files]
+        without = ["-p", "no:cacheprovider", "-p", "no:hypothesispytest", "-p", "no:xdist"]  # they take long to import
+        command = [sys.executable, "-m", "pytest", "-q", "--import-mode=importlib", *without, *files]
         environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]

@@ -1,4 +1,4 @@
-"""Runs the interpreter's cases of the small operations of a decode step in a process of their own."""
+"""Runs the interpreter's cases of the small operations of a round in a process of their own."""
 
 
 def test_kernels_in_the_interpreter(in_interpreter) -> None:
@@ -6,6 +6,7 @@ def test_kernels_in_the_interpreter(in_interpreter) -> None:
         __file__,
         "interpreted_norm.py",
         "interpreted_rope_cache.py",
+        "interpreted_settle.py",
         "interpreted_swiglu.py",
         "interpreted_token_statistics.py",
     )
