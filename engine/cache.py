@@ -2,8 +2,12 @@
 
 Layout per layer [B, Hk, S, D], so that each head streams contiguously. Keys past `lengths` are scratch: a verification
 writes its block there, `commit` (or `advance` and `note`) makes the accepted part count, the next block overwrites the
-rest.
+rest. Passes ask for the layers in order, and say when they have read one (`write_behind`), for caches whose layers are
+not all on the device (offload).
 """
+
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -18,6 +22,8 @@ WIDTH_MULTIPLE = 64  # views are this much rounded up: sums over keys then run i
 class KVCache:
     """Keys and values of B sequences with ragged progress."""
 
+    in_host = False  # do the keys live where passes cannot read whole layers of them?
+
     def __init__(
         self, config: ModelConfig, batch: int, capacity_tokens: int, *, device: torch.device | str, dtype: torch.dtype
     ) -> None:
@@ -25,13 +31,16 @@ class KVCache:
         capacity = round_up(capacity_tokens, WIDTH_MULTIPLE)
         shape = (config.layers, batch, config.kv_heads, capacity, config.head_dim)
         try:
-            self.k = torch.zeros(shape, device=device, dtype=dtype)  # [L, B, Hk, S, D]
-            self.v = torch.zeros(shape, device=device, dtype=dtype)  # [L, B, Hk, S, D]
+            self.k, self.v = self._allocate(shape, torch.device(device), dtype)  # [L, B, Hk, S, D] each
         except (RuntimeError, torch.OutOfMemoryError):
             needed = 2 * int(np.prod(shape)) * dtype.itemsize / 1e9
             raise UserError(f"the KV cache needs {needed:.1f} GB", "lower context or batch") from None
         self.lengths = torch.zeros(batch, dtype=torch.int64, device=device)  # [B] keys committed; updated in place
         self.host_lengths = np.zeros(batch, dtype=np.int64)  # [B] the same, known without asking the device
+
+    def _allocate(self, shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Zeros for keys and values. Raises RuntimeError when memory does not suffice."""
+        return torch.zeros(shape, device=device, dtype=dtype), torch.zeros(shape, device=device, dtype=dtype)
 
     @property
     def batch(self) -> int:
@@ -80,25 +89,40 @@ class KVCache:
         T = k.shape[1]
         if not self.on_gpu and (self.host_lengths == self.host_lengths[0]).all():
             start = int(self.host_lengths[0])
-            self.k[layer, :, :, start : start + T] = k.transpose(1, 2)
-            self.v[layer, :, :, start : start + T] = v.transpose(1, 2)
+            keys, values = self.layer(layer)
+            keys[:, :, start : start + T] = k.transpose(1, 2)
+            values[:, :, start : start + T] = v.transpose(1, 2)
             return
         self.write_at(layer, k, v, self.lengths[:, None] + torch.arange(T, device=k.device))
 
     def write_at(self, layer: int, k: Tensor, v: Tensor, positions: Tensor) -> None:
         """Put keys [B, T, Hk, D] at positions [B, T], which the device knows."""
         rows = torch.arange(self.batch, device=k.device)[:, None]  # [B, 1]
-        self.k[layer].transpose(1, 2)[rows, positions] = k
-        self.v[layer].transpose(1, 2)[rows, positions] = v
+        keys, values = self.layer(layer)
+        keys.transpose(1, 2)[rows, positions] = k
+        values.transpose(1, 2)[rows, positions] = v
 
     def write_one(self, layer: int, b: int, start: int, k: Tensor, v: Tensor) -> None:
         """Put keys [1, T, Hk, D] of sequence b at positions start .. start+T-1: prefill, before lengths are set."""
-        self.k[layer, b, :, start : start + k.shape[1]] = k[0].transpose(0, 1)
-        self.v[layer, b, :, start : start + v.shape[1]] = v[0].transpose(0, 1)
+        keys, values = self.layer(layer)
+        keys[b, :, start : start + k.shape[1]] = k[0].transpose(0, 1)
+        values[b, :, start : start + v.shape[1]] = v[0].transpose(0, 1)
 
     def view_one(self, layer: int, b: int, width: int) -> tuple[Tensor, Tensor]:
         """The first `width` keys and values of one sequence, [1, Hk, width, D], without a copy."""
-        return self.k[layer, b : b + 1, :, :width], self.v[layer, b : b + 1, :, :width]
+        keys, values = self.layer(layer)
+        return keys[b : b + 1, :, :width], values[b : b + 1, :, :width]
+
+    @contextmanager
+    def reading(self, b: int, keys: int) -> Iterator[None]:
+        """Meanwhile a pass reads the first `keys` keys of sequence b and no others: a chunk of a prompt."""
+        yield
+
+    def write_behind(self, layer: int, lengths: Tensor, rows: int) -> None:
+        """A pass is through with a layer, whose keys at lengths[b] .. lengths[b]+rows-1 it wrote. [B] integer."""
+
+    def write_behind_one(self, layer: int, b: int, start: int, rows: int) -> None:
+        """A pass is through with a layer, whose keys of sequence b at start .. start+rows-1 it wrote."""
 
     def rounded(self, width: int) -> int:
         """`width` rounded up to WIDTH_MULTIPLE, within the capacity."""
@@ -115,14 +139,18 @@ class KVCache:
 
     def view(self, layer: int, width: int) -> tuple[Tensor, Tensor]:
         """The first `width` keys and values of a layer, [B, Hk, width, D], without a copy."""
-        return self.k[layer, :, :, :width], self.v[layer, :, :, :width]
+        keys, values = self.layer(layer)
+        return keys[:, :, :width], values[:, :, :width]
 
     def gather(self, layer: int, indices: Tensor) -> tuple[Tensor, Tensor]:
         """Copies of chosen keys and values: indices [N, Hk, C] give [N, Hk, C, D]. N is B, or any N when B is 1."""
-        k, v = self.k[layer], self.v[layer]
-        expanded = indices.to(torch.int64).unsqueeze(-1).expand(*indices.shape, k.shape[-1])  # [N, Hk, C, D]
-        shape = (indices.shape[0], *k.shape[1:])
-        return k.expand(shape).gather(2, expanded), v.expand(shape).gather(2, expanded)
+        return gathered(self.k[layer], indices), gathered(self.v[layer], indices)
+
+
+def gathered(keys: Tensor, indices: Tensor) -> Tensor:
+    """Rows of keys [B, Hk, S, D] at indices [N, Hk, C], as `KVCache.gather` takes them."""
+    expanded = indices.to(torch.int64).unsqueeze(-1).expand(*indices.shape, keys.shape[-1])  # [N, Hk, C, D]
+    return keys.expand(indices.shape[0], *keys.shape[1:]).gather(2, expanded)
 
 
 def round_up(value: int, multiple: int) -> int:

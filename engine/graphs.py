@@ -2,7 +2,8 @@
 
 A pass must be a function of its inputs and of buffers that stay where they are, and must not wait for the host. Before
 it is captured it runs twice for practice, inside `at_rest`, which sees to it that nothing lasting changes. On a CPU it
-is simply called. What a replay returns is overwritten by the next replay of the same pass.
+is simply called. What a replay returns is overwritten by the next replay of the same pass. A pass that does wait, for
+the host or for streams of its own, says so in its key (`UNCAPTURED`) and is simply called too.
 """
 
 import time
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+UNCAPTURED = "uncaptured"
 WARMUP_RUNS = 2  # compiles kernels and fills library handles outside the capture
 
 
@@ -40,9 +42,9 @@ class Graphs:
     def run(self, key: Hashable, function: Callable[..., Any], *inputs: Tensor) -> Any:
         """`function(*inputs)`, through the graph of this key, or as part of the pass that is being captured.
 
-        Inputs of one key keep their shapes.
+        Inputs of one key keep their shapes. A tuple with UNCAPTURED in it is the key of no graph.
         """
-        if not self.enabled or self._capturing:
+        if not self.enabled or self._capturing or (isinstance(key, tuple) and UNCAPTURED in key):
             return function(*inputs)
         found = self._captured.get(key)
         if found is None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from specdial.engine.drafters.selection import Selection, choose_keys
+from specdial.engine.graphs import UNCAPTURED
 from specdial.engine.prefill import ROW_MULTIPLE
 from specdial.engine.sequences import Sequences
 from specdial.kernels.full_attention import full_attention
@@ -29,7 +30,7 @@ class LastQueries:
     def __init__(self, sequences: Sequences, heads: ScoringHeads) -> None:
         c, decoder = sequences.decoder.config, sequences.decoder
         self.s, self.heads = sequences, heads.by_layer("target")
-        self.key: Hashable = heads.target
+        self.key: Hashable = UNCAPTURED if sequences.cache.in_host else heads.target
         shape = (sequences.batch, 1, c.heads, c.head_dim)
         self.queries: dict[int, Tensor] = sequences.lasting(
             ("last queries", heads.target),
@@ -79,7 +80,7 @@ class LastQueries:
         found = torch.zeros(s.batch, s.cache.capacity_tokens, device=s.decoder.device)  # [B, S]
         before = (s.cache.lengths - 1).clamp(min=0)  # [B] keys ahead of the row
         for layer, heads in self.heads.items():
-            head_scores(self.queries[layer], s.cache.layer(layer)[0], before, heads, backend=s.backend, out=found)
+            head_scores(self.queries[layer], s.cache.k[layer], before, heads, backend=s.backend, out=found)
         return found
 
 

@@ -95,19 +95,25 @@ def _forward(s: Sequences, b: int, tokens: Tensor, start: int, attend: AttendCac
     readers = s.heads.values()
     taps = tap_buffers(s.decoder, tokens.shape, readers)
 
+    def read(layer: int, q: Tensor) -> Tensor:
+        mixed = attend(layer, q)
+        s.cache.write_behind_one(layer, b, start, tokens.shape[1])
+        return mixed
+
     def keep(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         s.cache.write_one(layer, b, start, k, v)
-        return attend(layer, q)
+        return read(layer, q)
 
-    if s.cache.on_gpu:
-        lengths = torch.full((1,), start, device=tokens.device)
-        whole = s.cache.capacity_tokens
-        s.decoder.forward_cached(
-            tokens, lengths, lambda layer: s.cache.view_one(layer, b, whole), attend, backend=s.backend, taps=taps
-        )
-    else:
-        positions = torch.arange(start, start + tokens.shape[1])[None]  # [1, T]
-        s.decoder.forward(tokens, positions, keep, taps)
+    with s.cache.reading(b, start):
+        if s.cache.on_gpu:
+            lengths = torch.full((1,), start, device=tokens.device)
+            whole = s.cache.capacity_tokens
+            s.decoder.forward_cached(
+                tokens, lengths, lambda layer: s.cache.view_one(layer, b, whole), read, backend=s.backend, taps=taps
+            )
+        else:
+            positions = torch.arange(start, start + tokens.shape[1])[None]  # [1, T]
+            s.decoder.forward(tokens, positions, keep, taps)
     for reader in readers:
         reader.prefill(b, start, taps_of(reader, taps))
 

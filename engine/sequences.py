@@ -10,7 +10,7 @@ Draft models read along: each is a companion, sequences of its own with the same
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -24,14 +24,33 @@ from specdial.engine.head_reader import HeadReader, tap_buffers, taps_of
 from specdial.engine.history import History, HistorySpec, Rows
 from specdial.engine.models.decoder import AttendCached, AttendUnrotated, Decoder, Taps
 from specdial.engine.models.eagle import EagleHead
+from specdial.engine.offload import HostCache
 from specdial.engine.prefill import ROW_MULTIPLE, prefill_one
 from specdial.engine.round_state import RoundState, to_device
 from specdial.kernels import Backend
 from specdial.kernels.full_attention import full_attention
 from specdial.kernels.linear import MAX_ROWS
 from specdial.policies.errors import UserError
+from specdial.policies.placement import Where
 
+CACHES: dict[Where, type[KVCache]] = {"device": KVCache, "host": HostCache}
 STOP_SLOTS = 16  # stop tokens a model may have
+
+
+class Keys(Protocol):
+    """Where a pass writes its keys: a cache, or something that stands for one."""
+
+    def layer(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of a layer by position, [B, Hk, S, D] each, for kernels that write there themselves."""
+        ...
+
+    def write_at(self, layer: int, k: Tensor, v: Tensor, positions: Tensor) -> None:
+        """Put keys [B, T, Hk, D] at positions [B, T]."""
+        ...
+
+    def write_behind(self, layer: int, lengths: Tensor, rows: int) -> None:
+        """The pass is through with a layer, whose keys at lengths[b] .. lengths[b]+rows-1 it wrote."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,14 +80,17 @@ class Sequences:
         backend: Backend,
         companions: Mapping[str, Decoder] | None = None,
         heads: Mapping[str, EagleHead] | None = None,
+        kv_where: Where = "device",
     ) -> None:
         """capacity_tokens: the longest sequence, drafts included. history: what to keep of attention rows.
 
         companions, heads: the draft models and EAGLE heads that read along, by the name that policies give them.
+        kv_where: where the target's keys live; those of draft models and heads live on the device.
         """
         self.decoder = decoder
         self.backend: Backend = backend
-        self.cache = KVCache(
+        self.kv_where: Where = kv_where
+        self.cache = CACHES[kv_where](
             decoder.config, batch, capacity_tokens + ROW_MULTIPLE, device=decoder.device, dtype=decoder.dtype
         )
         self.history: History | None = None
@@ -165,6 +187,7 @@ class Sequences:
             history=None if self.history is None else self.history.spec,
             backend=self.backend,
             heads={name: reader.head for name, reader in self.heads.items()},
+            kv_where=self.kv_where,
         )
         copy.tokens = [list(self.tokens[0]) for _ in range(batch)]
         copy.prompt_tokens = np.repeat(self.prompt_tokens, batch)
@@ -260,40 +283,46 @@ class Sequences:
         *,
         attend_unrotated: AttendUnrotated | None = None,
         float8: bool = False,
+        into: Keys | None = None,
     ) -> Tensor:
         """Logits [B, T, V] of tokens [B, T] at positions lengths[b] + t, their keys written to the cache.
 
         On a GPU through the fused kernels, few rows through the most fused ones; on a CPU through plain operations.
         attend_unrotated: what the most fused ones may call instead of `attend`.
-        float8: by float8 copies of the weights, on a GPU and for few rows only.
+        float8: by float8 copies of the weights, on a GPU and for few rows only. into: instead of to the cache.
         """
+        keys: Keys = self.cache if into is None else into
+
+        def read(layer: int, q: Tensor) -> Tensor:
+            mixed = attend(layer, q)
+            keys.write_behind(layer, lengths, tokens.shape[1])
+            return mixed
+
         taps = tap_buffers(self.decoder, tokens.shape, self._tapping)
         if self.cache.on_gpu and tokens.numel() <= MAX_ROWS:
             logits = self.decoder.fused_step(float8=float8).logits(
-                tokens, lengths, self.cache.layer, attend, backend=self.backend, taps=taps,
+                tokens, lengths, keys.layer, read, backend=self.backend, taps=taps,
                 attend_unrotated=attend_unrotated,
             )  # fmt: skip
         elif float8:
             raise ValueError(f"float8 weights serve up to {MAX_ROWS} rows on a GPU")
         else:
-            logits = self._rows(tokens, lengths, attend, taps)
+            logits = self._rows(tokens, lengths, read, taps, keys)
         for reader in self._tapping:
             reader.see(taps_of(reader, taps))
         return logits
 
-    def _rows(self, tokens: Tensor, lengths: Tensor, attend: AttendCached, taps: Taps) -> Tensor:
+    def _rows(self, tokens: Tensor, lengths: Tensor, attend: AttendCached, taps: Taps, keys: Keys) -> Tensor:
         if self.cache.on_gpu:
-            hidden = self.decoder.forward_cached(
-                tokens, lengths, self.cache.layer, attend, backend=self.backend, taps=taps
-            )
+            hidden = self.decoder.forward_cached(tokens, lengths, keys.layer, attend, backend=self.backend, taps=taps)
             return self.decoder.logits(hidden)
         positions = lengths[:, None] + torch.arange(tokens.shape[1], device=tokens.device)  # [B, T]
 
         def keep(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            if lengths is self.cache.lengths:
+            if keys is self.cache and lengths is self.cache.lengths:
                 self.cache.write(layer, k, v)
             else:
-                self.cache.write_at(layer, k, v, positions)
+                keys.write_at(layer, k, v, positions)
             return attend(layer, q)
 
         return self.decoder.logits(self.decoder.forward(tokens, positions, keep, taps))

@@ -9,6 +9,9 @@ The recomputed part is as wide for every sequence of a batch, R rows, the most t
 that have less to correct recompute rows that were full already, which changes nothing; those with fewer than R cached
 keys begin at key 0, and rows past their own are padding.
 
+A selection is chosen in every partial round, or kept from the first one after a full round to the next full round. A
+kept one is read where its keys lie, or gathered on the device where they lie in host memory (partial_cache).
+
 Leaves out when a round is partial (`Schedule` counts, policies say), and what is accepted (loop).
 """
 
@@ -25,8 +28,11 @@ from specdial.engine.drafters.model import ModelDrafter
 from specdial.engine.drafters.quest import Quest
 from specdial.engine.drafters.selection import Selection
 from specdial.engine.drafters.summaries import MOST_COMMITTED, Summaries
+from specdial.engine.graphs import UNCAPTURED
 from specdial.engine.key_scores import Chooser, LastQueries
 from specdial.engine.models.decoder import Decoder
+from specdial.engine.offload import HostCache
+from specdial.engine.partial_cache import KeptInPlace, KeptKeys, PartialCache
 from specdial.engine.prefill import ROW_MULTIPLE
 from specdial.engine.round_state import to_device
 from specdial.engine.sequences import Block, Sequences
@@ -42,11 +48,13 @@ CUDA_RECOMPUTED_MULTIPLE = 16  # rows; every number of rows is a graph of its ow
 @dataclass(frozen=True, slots=True)
 class Plan:
     """How one round is verified. recomputed: rows in front of its own, in a full round; since_full: partial rounds
-    since the last full one, this one included, 0 in a full one."""
+    since the last full one, this one included, 0 in a full one. chooses: whether a partial one chooses its keys, or
+    reads those chosen before."""
 
     partial: bool = False
     recomputed: int = 0
     since_full: int = 0
+    chooses: bool = True
 
 
 class Schedule:
@@ -56,6 +64,7 @@ class Schedule:
         self.s = sequences
         self._corrects = any(v.verify_kv.mode == "partial" and v.verify_kv.full_period for v in policy.variants())
         self._since_full = 0
+        self._kept: set[VerifyKV] = set()  # by which a selection was chosen since the last full round, and kept
         self._uncorrected = np.zeros(sequences.batch, dtype=np.int64)  # [B] tokens committed since the last full round
 
     def must_know(self, verify_kv: VerifyKV) -> bool:
@@ -66,11 +75,15 @@ class Schedule:
         """The plan of the round to be launched now."""
         if self._is_partial(verify_kv):
             self._since_full += 1
-            return Plan(partial=True, since_full=self._since_full)
+            chooses = verify_kv not in self._kept
+            if verify_kv.refresh == "full":
+                self._kept.add(verify_kv)
+            return Plan(partial=True, since_full=self._since_full, chooses=chooses)
         rows, longest = int(self._uncorrected.max()), int(self.s.cache.host_lengths.max())
         if self.s.cache.on_gpu:
             rows = min(round_up(rows, CUDA_RECOMPUTED_MULTIPLE), longest)
         self._since_full = 0
+        self._kept.clear()
         self._uncorrected[:] = 0
         return Plan(recomputed=rows)
 
@@ -95,24 +108,39 @@ class Verification:
         lookahead: Tensor | None,
         queries: LastQueries | None,
         summaries: Sequence[Summaries],
+        most_drafts: int,
     ) -> None:
         """lookahead: [K, B, S] of the variant's draft model. queries: kept for history by scoring heads.
 
-        summaries: page summaries that are in use, which must learn of keys written anew.
+        summaries: page summaries that are in use, which must learn of keys written anew. most_drafts: of any round.
         """
         self.s, self.kv, self.queries = sequences, variant.verify_kv, queries
         self.summaries = list(summaries)
         partial = not self.kv.lossless
-        self.key: Hashable = (self.kv if partial else "full", None if queries is None else queries.key)
+        self._name = (self.kv if partial else "full", None if queries is None else variant.scoring_heads.target)
+        self._plan = Plan()
+        self._kept: KeptKeys | None = None
+        if partial and self.kv.refresh == "full":
+            self._kept = sequences.lasting(
+                ("kept", self.kv, most_drafts), lambda: kept_keys(sequences, self.kv, most_drafts)
+            )
         by_page = partial and self.kv.source == "page_bound"
         self._pages = next(p for p in self.summaries if p.page == self.kv.page) if by_page else None
         self._choose: Chooser | None = None
         if partial and self._pages is None:
             self._choose = Chooser(sequences, self.kv, lookahead=lookahead, queries=queries)
 
+    @property
+    def key(self) -> Hashable:
+        """What tells this round's pass from others. A pass that moves keys in from host memory is not captured."""
+        if self.s.cache.in_host and not (self._plan.partial and not self._plan.chooses):
+            return UNCAPTURED
+        return (*self._name, self._plan.chooses)
+
     def prepare(self, plan: Plan) -> None:
         """Host work before a round: page summaries follow, tokens to recompute are sent."""
-        if self._pages is not None:
+        self._plan = plan
+        if self._pages is not None and plan.chooses:
             self._pages.follow()
         self.s.rewritten = plan.recomputed
         if plan.recomputed:
@@ -128,7 +156,7 @@ class Verification:
         """Verify tokens [B, T], of which 1 + k[b] count. padded, rows: as in `Sequences.forward_block`."""
         watch = None if self.queries is None else self.queries.watch()
         if plan.partial:
-            return self._partial(tokens, k, watch)
+            return self._partial(tokens, k, watch, chooses=plan.chooses)
         if plan.recomputed:
             return self._corrected(tokens, plan.recomputed, watch)
         return self.s.forward_block(tokens, padded=padded, rows=rows, watch=watch)
@@ -156,26 +184,37 @@ class Verification:
         logits = block.logits.gather(1, own[..., None].expand(-1, -1, block.logits.shape[-1]))  # [B, T, V]
         return replace(block, logits=logits, first_row=first)
 
-    def _partial(self, tokens: Tensor, k: Tensor, watch: Callable[[int, Tensor], None] | None) -> Block:
+    def _partial(
+        self, tokens: Tensor, k: Tensor, watch: Callable[[int, Tensor], None] | None, *, chooses: bool
+    ) -> Block:
         """A verification over a selection of the cached keys and the block itself. It leaves no attention rows."""
-        s, T = self.s, tokens.shape[1]
+        s, T, kept = self.s, tokens.shape[1], self._kept
         lengths = s.cache.lengths
-        if self._pages is not None:
+        if self._pages is not None and chooses:
             self._pages.update(MOST_COMMITTED)
-        chosen = None if self._choose is None else self._choose(k)
+        chosen = self._choose(k) if self._choose is not None and chooses else None
         counted = k + 1  # [B] rows
         if not s.cache.on_gpu:
             tokens = F.pad(tokens, (0, round_up(T, ROW_MULTIPLE) - T))
         s.cache.width(tokens.shape[1])  # raises where the block does not fit
+        if kept is not None and chooses:
+            kept.take(*self._extent() if chosen is None else (chosen.counts, chosen.tail_start))
+        if kept is not None:
+            kept.begin(lengths, tokens.shape[1])
         workspace: SparseWorkspace | None = None
 
         def attend(layer: int, q: Tensor) -> Tensor:
             nonlocal workspace
             if watch is not None:
                 watch(layer, q)
-            keys, values = s.cache.layer(layer)
+            if kept is not None and not chooses:
+                return kept.attend(layer, q)
             selection = self._by_pages(layer, q, counted) if chosen is None else chosen
             indices = selection.indices[layer if chosen is not None else 0]
+            if kept is not None:
+                kept.fill(layer, indices)
+                return kept.attend(layer, q)
+            keys, values = s.cache.layer(layer)
             if workspace is None and s.backend == "triton":
                 workspace = workspace_for(q, keys, indices, page=selection.page)
             return sparse_attention(
@@ -183,7 +222,13 @@ class Verification:
                 backend=s.backend, page=selection.page, workspace=workspace, fresh=chosen is None,
             )  # fmt: skip
 
-        return Block(s.forward_rows(tokens, lengths, attend)[:, :T], None)
+        into = kept if isinstance(kept, PartialCache) else None
+        return Block(s.forward_rows(tokens, lengths, attend, into=into)[:, :T], None)
+
+    def _extent(self) -> tuple[Tensor, Tensor]:
+        """Of a selection of pages: how many it has, and the position behind the last whole one, [B] each."""
+        whole = self.s.cache.lengths // self.kv.page  # [B]
+        return whole.clamp(max=chosen_pages(self.kv, self.s.cache.capacity_tokens)), whole * self.kv.page
 
     def _by_pages(self, layer: int, q: Tensor, rows: Tensor) -> Selection:
         """Pages of one layer that promise the round's queries q [B, T, H, D] most: the mean over its rows [B]."""
@@ -191,13 +236,12 @@ class Verification:
         if pages is None:
             raise ValueError("this verification does not choose by page")
         whole = s.cache.lengths // keys.page  # [B]
-        protected = keys.sink_pages + keys.recent_pages
         scores = score_pages(
             q, pages.low[layer], pages.high[layer], whole * keys.page, page=keys.page, rule="quest",
             backend=s.backend, rows=rows,
         )  # fmt: skip
         indices, counts = select(
-            scores, whole, budget=max(min(keys.budget // keys.page, scores.shape[-1]), protected),
+            scores, whole, budget=chosen_pages(self.kv, s.cache.capacity_tokens),
             sink=keys.sink_pages, recent=keys.recent_pages, backend=s.backend, scope=keys.scope,
         )  # fmt: skip
         return Selection(indices[None], counts, whole * keys.page, keys.page)
@@ -230,10 +274,35 @@ def verifications(
         kept = drafter.lookahead if isinstance(drafter, ModelDrafter) else None
         made.append(
             Verification(
-                s, variant, lookahead=None if kept is None else kept.scores, queries=queries, summaries=summaries
+                s,
+                variant,
+                lookahead=None if kept is None else kept.scores,
+                queries=queries,
+                summaries=summaries,
+                most_drafts=policy.k_max,
             )
         )
     return queries, made
+
+
+def chosen_pages(verify_kv: VerifyKV, capacity_tokens: int) -> int:
+    """Keys, or pages of them, that a selection has per kv head, in a cache of this capacity."""
+    keys = verify_kv.keys
+    return max(min(keys.budget // keys.page, capacity_tokens // keys.page), keys.sink_pages + keys.recent_pages)
+
+
+def kept_tokens(verify_kv: VerifyKV, most_drafts: int) -> int:
+    """Most keys behind a selection that lasts from one full round to the next, and of the last partial one's block."""
+    return verify_kv.full_period * (most_drafts + 1) + ROW_MULTIPLE
+
+
+def kept_keys(s: Sequences, verify_kv: VerifyKV, most_drafts: int) -> KeptKeys:
+    """Room for the keys that partial rounds read until the next full one."""
+    chosen = chosen_pages(verify_kv, s.cache.capacity_tokens)
+    if isinstance(s.cache, HostCache):
+        tail = kept_tokens(verify_kv, most_drafts)
+        return PartialCache(s.cache, chosen, page=verify_kv.page, tail_tokens=tail, backend=s.backend)
+    return KeptInPlace(s.cache, chosen, page=verify_kv.page, backend=s.backend)
 
 
 def check_scoring_heads(target: Decoder, drafts: Mapping[str, Decoder], policy: Policy) -> None:

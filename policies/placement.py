@@ -10,6 +10,8 @@ from specdial.policies.drafting import Drafter, DraftKV
 from specdial.policies.errors import UserError
 from specdial.policies.verification import VerifyKV
 
+Where = Literal["device", "host"]
+
 
 @dataclass(frozen=True, slots=True)
 class KV:
@@ -21,7 +23,7 @@ class KV:
     Partial rounds cost what they cost on the device; the first one after a full one fetches its selection.
     """
 
-    where: Literal["device", "host"] = "device"
+    where: Where = "device"
 
 
 DEVICE = KV()
@@ -41,7 +43,7 @@ def check_placement(kv: KV, variants: tuple[Variant, ...], prefix: str) -> None:
     """Raises UserError where keys in host memory do not go with what some cell drafts or verifies by."""
     if kv.where == "device":
         return
-    partial = [v for v in variants if v.drafts and not v.verify_kv.lossless]
+    partial = [v for v in variants if not v.verify_kv.lossless]
     for v in variants:
         if v.drafts:
             _check_drafter(v, bool(partial), prefix)
