@@ -11,6 +11,7 @@ all of which can be differentiated: training runs the same code.
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import copy
 from dataclasses import dataclass, fields
 
 import torch
@@ -97,8 +98,10 @@ class EagleHead:
         self._inverse = inverse.to(embedding.device)  # [D/2]
 
     def with_weights(self, weights: HeadWeights) -> EagleHead:
-        """The same head with other weights."""
-        return EagleHead(self.config, weights, self.token_ids, self.embedding, digest=self.digest)
+        """The same head with other weights. It waits for no device, as training makes one an update."""
+        head = copy(self)
+        head.weights = weights
+        return head
 
     def project(self, taps: Tensor) -> Tensor:
         """One hidden state a row, [B, T, hidden], of the target's taps [len(taps), B, T, target_hidden]."""

@@ -5,7 +5,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 
+from specdial.engine.eagle_attention import unrolled_attention
 from specdial.engine.eagle_trainer import Optimisation, Trainer
 from specdial.engine.eagle_training import Unrolling, new_head, read_text
 from specdial.engine.loop import Decoding
@@ -76,8 +78,52 @@ def test_training_in_bfloat16_lowers_the_loss(tiny_checkpoint):
     decoder.head.mul_(6)
     base = new_head(decoder, torch.arange(0, 288), seed=0)
     assert base.weights.fc.dtype == torch.float32
-    trainer = Trainer(decoder, base, Optimisation(3e-3, 0.02, 0.5, 60), replace(Unrolling(), segment_tokens=50))
-    text = read_text(decoder, PROMPTS[1], base)
-    losses = [trainer.learn(text) for _ in range(20)]
+    trainer = Trainer(decoder, base, Optimisation(3e-3, 0.02, 0.5), replace(Unrolling(), segment_tokens=50))
+    text = read_text(decoder, [PROMPTS[1], PROMPTS[1][::-1]], base)
+    trainer.learn(text, 0.0)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        losses = [trainer.learn(text, 0.1) for _ in range(20)]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
     assert losses[-1] < 0.9 * losses[0]
     assert trainer.trained().weights.fc.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(("rows", "keys", "own"), [(130, 130, 0), (70, 200, 6)])
+def test_unrolled_attention_is_the_masked_one(rows, keys, own):
+    """Output and gradients in bfloat16, against float32 with a mask of rows by keys."""
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    torch.manual_seed(0)
+    shapes = [(2, rows, 6, 64), *[(2, keys, 2, 64)] * 2, *[(2, rows, 2, 64)] * (2 * own)]
+    wide = [torch.randn(shape, device="cuda").bfloat16().float().requires_grad_() for shape in shapes]
+    narrow = [x.detach().bfloat16().requires_grad_() for x in wide]
+    q, k, v, *more = narrow
+    out = unrolled_attention(q, k, v, list(zip(more[::2], more[1::2])))
+    q, k, v, *more = wide
+    seen = torch.ones(rows, keys, dtype=torch.bool, device="cuda").tril(keys - rows)
+    mask = torch.cat([seen, *[torch.eye(rows, dtype=torch.bool, device="cuda")] * own], 1)
+    k, v = torch.cat([k, *more[::2]], 1), torch.cat([v, *more[1::2]], 1)
+    wanted = F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), attn_mask=mask, enable_gqa=True)
+    wanted = wanted.transpose(1, 2)
+    torch.testing.assert_close(out.float(), wanted, atol=2e-2, rtol=0)
+    grad = torch.randn_like(wanted)
+    found, expected = torch.autograd.grad(out, narrow, grad.bfloat16()), torch.autograd.grad(wanted, wide, grad)
+    for got, exact in zip(found, expected, strict=True):
+        assert (got.float() - exact).norm() < 2e-2 * exact.norm()
+
+
+@pytest.mark.parametrize("rows", [3, 40])
+def test_fused_passes_leave_the_taps_of_the_plain_decoder(tiny_checkpoint, make_attend, rows):
+    """Through the most fused kernels and through those for many rows."""
+    decoder = target(tiny_checkpoint, "float32")
+    tokens, layers = torch.arange(2 * rows, device="cuda").view(2, rows), (0, 2, 1)
+    positions = torch.arange(rows, device="cuda").expand(2, rows)
+    _, wanted = decoder.forward_with_taps(tokens, positions, make_attend(), layers)
+    s = Sequences(decoder, 100, 2, history=None, backend="triton", heads={"head": untrained(decoder)})
+    reader = s.heads["head"]
+    reader.head.config = replace(reader.head.config, taps=layers)
+    with s.tapping([reader]):
+        s.forward_block(tokens, padded=True, rows=False)
+    torch.testing.assert_close(reader._seen, wanted, atol=2e-3, rtol=0)
