@@ -27,7 +27,7 @@ from specdial.engine.job import Job, ModelSettings, describe, hardware, load_job
 from specdial.engine.models.eagle import EagleHead
 from specdial.engine.progress import progress
 from specdial.engine.sampling import Sampling
-from specdial.engine.weights.eagle import save_head
+from specdial.engine.weights.eagle import load_head, save_head
 from specdial.engine.workloads import Document, of_split
 from specdial.policies.artifact import claim_directory, provenance, write_json_atomic
 from specdial.policies.console import table_console
@@ -48,7 +48,7 @@ class Settings:
     minutes: instead, how long to learn. learning_rate: the highest. warmup_frac: of the training. clip: most of a
     gradient's norm. steps, decay, segment_tokens: see `Unrolling`. short_tokens: of the parts in which long texts are
     learned too, and of the ends of prompts that the head is judged on every epoch. checkpoint_minutes: between
-    checkpoints. k: drafts of a round when the head is judged.
+    checkpoints. k: drafts of a round when the head is judged. int8: leave the head in 8 bits too, in out/head-int8.
     """
 
     model: ModelSettings
@@ -68,6 +68,7 @@ class Settings:
     short_tokens: int = setting(2048, low=2)
     checkpoint_minutes: float = setting(1.0, low=0.0)
     k: int = setting(5, low=1, high=32)
+    int8: bool = False
     seed: int = setting(0, low=0, high=(1 << 32) - 1)
 
 
@@ -100,7 +101,10 @@ def run(settings: Mapping[str, Any], job: Job | None = None) -> dict[str, Any]:
         account["untrained"] = _judged(job, trainer.trained(), held_out, s)
     require_training(demand, free_bytes(decoder.device))  # which lets go of what judged the head
     _Training(out, job, trainer, texts, account, s).run(held_out)
-    judged = _judged(job, trainer.trained(), held_out, s)
+    judged = {"trained": _judged(job, trainer.trained(), held_out, s)}
+    if s.int8:
+        save_head(out / "head-int8", trainer.trained(), int8=True)
+        judged["in 8 bits"] = _judged(job, load_head(out / "head-int8", decoder), held_out, s)
     write_json_atomic(
         out / "training.json",
         {
@@ -114,7 +118,7 @@ def run(settings: Mapping[str, Any], job: Job | None = None) -> dict[str, Any]:
             "seconds": round(account["seconds"], 3),
             "draft_vocab": len(ids),
             "drafts_a_round": s.k,
-            "accepted": {"untrained": account["untrained"], "trained": judged},
+            "accepted": {"untrained": account["untrained"], **judged},
             "epochs": account["epochs"],
             "losses": account["losses"],
             "config": to_plain(s),
@@ -122,7 +126,7 @@ def run(settings: Mapping[str, Any], job: Job | None = None) -> dict[str, Any]:
         },
     )
     _print(out, job, account, judged, s)
-    return {"out": str(out), "head": str(out / "head"), "updates": trainer.updates, "accepted": judged}
+    return {"out": str(out), "head": str(out / "head"), "updates": trainer.updates, "accepted": judged["trained"]}
 
 
 def _demand(job: Job, documents: list[Document], s: Settings) -> TrainingDemand:
@@ -222,7 +226,7 @@ def _accepted(job: Job, head: EagleHead, documents: list[Document], s: Settings,
     return mean_accepted(job, head, documents, k=s.k, prompt_tokens=prompt_tokens, batch=s.batch)
 
 
-def _print(out: Path, job: Job, account: dict[str, Any], judged: dict[str, float], s: Settings) -> None:
+def _print(out: Path, job: Job, account: dict[str, Any], judged: dict[str, dict[str, float]], s: Settings) -> None:
     title = f"EAGLE head for {job.name}, {out / 'head'}" + (" (random weights)" if job.model.random else "")
     full = max(len(d.prompt_ids) for d in of_split(job.documents, "validation"))
     table = Table(title=title, title_justify="left")
@@ -232,7 +236,8 @@ def _print(out: Path, job: Job, account: dict[str, Any], judged: dict[str, float
     for epoch in account["epochs"]:
         table.add_row(f"epoch {epoch['epoch']}", f"{epoch['loss']:.4f}", f"{epoch['accepted']:.2f}", "-")
     last = f"{np.mean(account['losses'][-20:]):.4f}" if account["losses"] else "-"
-    table.add_row("trained", last, *(f"{judged[part]:.2f}" for part in ("short", "full")))
+    for name, accepted in judged.items():
+        table.add_row(name, last, *(f"{accepted[part]:.2f}" for part in ("short", "full")))
     console = table_console()
     console.print(table)
     console.print(f"held-out mean accepted of {s.k} drafts, greedy")

@@ -1,8 +1,9 @@
 """EAGLE-3 heads on disk: a folder with config.json and model.safetensors or pytorch_model.bin, read and written.
 
 Takes the layouts of EAGLE's and SpecForge's checkpoints: the layer under `midlayer.`, `layers.0.` or no name at all,
-all of it perhaps under `model.` or `draft_model.` (weights/eagle_files.py). Leaves out heads that compute something
-else (norms elsewhere, biases), which are refused by name.
+all of it perhaps under `model.` or `draft_model.` (weights/eagle_files.py). Ours may also hold their matrices in 8
+bits, `name.weight` with a scale a row in `name.weight_scale`; other engines do not know that, and config.json says so.
+Leaves out heads that compute something else (norms elsewhere, biases), which are refused by name.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ _NAMES = {
     "norm": ("norm",),
     "lm_head": ("lm_head",),
 }
+_SCALE = ".weight_scale"  # behind the name of a matrix in 8 bits: its scales [rows, 1]
 _REFUSED = ("norm_before_residual", "norm_before_fc", "norm_output", "fc_norm")  # heads that compute otherwise
 
 
@@ -53,7 +55,7 @@ def load_head(source: str | Path, target: Decoder) -> EagleHead:
         raise UserError(f"no EAGLE head at {str(source)!r}", "give a folder with config.json and its weights")
     raw = read_settings(folder / "config.json")
     files = checkpoint_files(folder)
-    tensors = read_tensors(files)
+    tensors = _whole(read_tensors(files), folder.name)
     config = _config(raw, folder.name, target.config, tensors)
     place, dtype = target.device, target.dtype
     shapes = _public_shapes(config)
@@ -80,15 +82,23 @@ def load_head(source: str | Path, target: Decoder) -> EagleHead:
     return EagleHead(config, HeadWeights(**parts), ids, embedding, digest=digest)
 
 
-def save_head(folder: Path, head: EagleHead) -> None:
-    """Write a head as `load_head` reads it, weights first and each file at once; the embedding is the target's."""
+def save_head(folder: Path, head: EagleHead, *, int8: bool = False) -> None:
+    """Write a head as `load_head` reads it, weights first and each file at once; the embedding is the target's.
+
+    int8: matrices in 8 bits, a scale a row. Other engines then cannot read it.
+    """
     c = head.config.layer
     tensors: dict[str, Tensor] = {}
     shapes = _public_shapes(head.config)
     for name, public in _NAMES.items():
         rows = [shapes[part][0] for part in public]
         for part, tensor in zip(public, getattr(head.weights, name).detach().split(rows)):
-            tensors[f"{part}.weight"] = tensor.contiguous().cpu()
+            tensor = tensor.contiguous().cpu()
+            if int8 and tensor.dim() == 2:
+                scale = tensor.float().abs().amax(1, keepdim=True).clamp(min=1e-12) / 127  # [rows, 1]
+                tensors[f"{part}{_SCALE}"] = scale
+                tensor = (tensor.float() / scale).round().to(torch.int8)
+            tensors[f"{part}.weight"] = tensor
     ids = head.token_ids.cpu()
     tensors["d2t"] = ids - torch.arange(len(ids))
     tensors["t2d"] = torch.zeros(c.vocab, dtype=torch.bool).index_fill(0, ids, True)
@@ -111,6 +121,7 @@ def save_head(folder: Path, head: EagleHead) -> None:
         "torch_dtype": str(head.weights.fc.dtype).removeprefix("torch."),
         # These count the layers that the states come out of, hence one less.
         "eagle_config": {"eagle_aux_hidden_state_layer_ids": [tap - 1 for tap in head.config.taps]},
+        **({"quantization_config": {"quant_method": "specdial_int8_rows"}} if int8 else {}),
         **_rope(c.rope),
     }
     write_bytes_atomic(folder / "model.safetensors", save(tensors, metadata={"format": "pt"}))
@@ -165,6 +176,19 @@ def _public_shapes(config: HeadConfig) -> dict[str, tuple[int, ...]]:
         for name, public in _NAMES.items()
         for part, count in zip(public, rows.get(name, (ours[name][0],)))
     }
+
+
+def _whole(tensors: dict[str, Tensor], model: str) -> dict[str, Tensor]:
+    """The tensors, with those in 8 bits multiplied by their scales, float32."""
+    whole = {name: tensor for name, tensor in tensors.items() if not name.endswith(_SCALE)}
+    for name, scale in tensors.items():
+        if name.endswith(_SCALE):
+            part = name.removesuffix(_SCALE)
+            small = whole.get(part)
+            if small is None or small.dtype != torch.int8 or scale.shape != (len(small), 1):
+                raise UserError(f"{model}: {name} is not the scales of an 8-bit {part}.weight", AGAIN)
+            whole[part] = small.float() * scale
+    return whole
 
 
 def _take(tensors: Mapping[str, Tensor], name: str, shape: tuple[int, ...], model: str) -> Tensor:

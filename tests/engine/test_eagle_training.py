@@ -158,7 +158,7 @@ def test_memory_is_predicted_before_it_is_taken(model, job, tmp_path, monkeypatc
 
 
 def test_loss_falls_and_held_out_drafts_get_better(job, tmp_path, capsys):
-    result = train_eagle.run(settings(tmp_path / "out", own_documents=5, batch=2), job)
+    result = train_eagle.run(settings(tmp_path / "out", own_documents=5, batch=2, int8=True), job)
     training = json.loads((tmp_path / "out" / "training.json").read_text())
     losses = [epoch["loss"] for epoch in training["epochs"]]
     assert len(losses) == 4
@@ -167,6 +167,7 @@ def test_loss_falls_and_held_out_drafts_get_better(job, tmp_path, capsys):
     assert accepted["trained"]["short"] > accepted["untrained"]["short"] + 0.2
     assert accepted["trained"] == result["accepted"]
     assert accepted["trained"]["full"] > accepted["untrained"]["full"]
+    assert accepted["in 8 bits"]["full"] == pytest.approx(accepted["trained"]["full"], abs=0.2)
     # Whole texts of 47 rows in two segments each, and their three short parts two at a time; one is but a prompt.
     assert training["updates"] == 4 * (5 * (2 + 2) + 1) == result["updates"]
     assert (training["texts"], training["own_texts"]) == (6, 5)

@@ -101,6 +101,23 @@ def test_other_prefixes_are_the_same_head(decoder, folder, rename):
     assert torch.equal(logits(load_head(other, decoder)), expected)
 
 
+def test_matrices_in_8_bits(decoder, tmp_path, folder):
+    """Half a step off at most, a third of the bytes, and refused where the scales are not its own."""
+    exact = random_head(decoder)
+    save_head(tmp_path / "small", exact, int8=True)
+    read = load_head(tmp_path / "small", decoder)
+    for name in HeadWeights.__slots__:
+        got, wanted = getattr(read.weights, name), getattr(exact.weights, name)
+        step = wanted.abs().amax(-1, keepdim=True) / 127 if wanted.dim() == 2 else 0.0
+        assert ((got - wanted).abs() <= 0.5001 * step + 1e-7).all()
+    assert torch.equal(read.token_ids, exact.token_ids)
+    sizes = [(place / "model.safetensors").stat().st_size for place in (tmp_path / "small", folder)]
+    assert sizes[0] < 0.35 * sizes[1]
+    changed(tmp_path / "small", tensors=lambda t: t | {"fc.weight_scale": torch.ones(3, 1)})
+    with pytest.raises(UserError, match=r"fc\.weight_scale is not the scales of an 8-bit fc\.weight"):
+        load_head(tmp_path / "small", decoder)
+
+
 def test_pickled_tensors_are_read_and_anything_else_refused(decoder, folder):
     expected = logits(load_head(folder, decoder))
     torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
