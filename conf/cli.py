@@ -75,6 +75,7 @@ VERBS: dict[str, tuple[str, Callable[[Settings], Settings], str]] = {
     ),
     "report": ("specdial.simulator.verbs.report", _as_is, "one HTML page of what the verbs found"),
     "export": ("specdial.policies.export", _policy, "write a policy file"),
+    "doctor": ("specdial.engine.verbs.doctor", _as_is, "check this machine: packages, GPU, kernels, disk"),
     "demo": ("specdial.conf.demo", _model, "all of it, small, on a real model"),
 }
 
