@@ -4,12 +4,14 @@ A reader sees a file either as it was or as it became. Leaves out the content of
 """
 
 import datetime
+import fcntl
 import hashlib
 import json
 import os
 import platform
 import secrets
 import sys
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,9 @@ from specdial.policies.errors import UserError
 RUN_FILE = "run.json"
 RUN_SCHEMA = "specdial/run/1"
 TEMPORARY = ".tmp"
+# Directories claimed, by process, device and inode: an open handle of each, which carries its lock. They stay open until
+# the process ends, however it ends, and the system lets go of the locks.
+_CLAIMED: dict[tuple[int, int, int], int] = {}
 
 
 def write_bytes_atomic(path: Path, content: bytes) -> None:
@@ -57,17 +62,21 @@ def digest_of(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True, allow_nan=False).encode()).hexdigest()
 
 
-def claim_directory(out: Path, verb: str, config: dict[str, Any]) -> bool:
+def claim_directory(out: Path, verb: str, config: dict[str, Any], *, shared: bool = False) -> bool:
     """Make `out` this run's own and say whether it already was (True: resume or rewrite in place).
 
-    An empty or new directory is marked with run.json; where it lies (`out` of the config) does not count. Raises
-    UserError when it holds another run or foreign files.
+    An empty or new directory is marked with run.json; where it lies (`out` of the config) does not count. Until this
+    process ends no other one can claim it, unless both do so `shared`. What a killed run left half-written is removed.
+    Raises UserError when it holds another run or foreign files, and while another process has it.
     """
     digest = digest_of({name: value for name, value in config.items() if name != "out"})
     marker = out / RUN_FILE
+    alone = not out.is_file() and _lock(out, shared)
     if marker.exists():
         found = _read_marker(marker)
         if found.get("verb") == verb and found.get("config_digest") == digest:
+            for left in out.rglob(f".*{TEMPORARY}") if alone else ():
+                left.unlink()
             return True
         raise UserError(
             f"{out} holds another run ({found.get('verb')})", "choose another out= or delete that directory"
@@ -79,6 +88,38 @@ def claim_directory(out: Path, verb: str, config: dict[str, Any]) -> bool:
         {"schema": RUN_SCHEMA, "verb": verb, "config_digest": digest, "config": config, "provenance": provenance()},
     )
     return False
+
+
+def _lock(out: Path, shared: bool) -> bool:
+    """Keep other processes out of a directory, made if need be, while this one lives; this one may come again.
+
+    Returns whether no other process had it. A file system that has no locks is not guarded. Raises UserError when
+    another process has it and not both share it, or when it cannot be made.
+    """
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        handle = os.open(out, os.O_RDONLY)
+    except OSError as error:
+        raise UserError(f"cannot write {out}: {error.strerror}", "choose another out=") from None
+    seen = os.fstat(handle)
+    place = (os.getpid(), seen.st_dev, seen.st_ino)
+    if place in _CLAIMED:
+        os.close(handle)
+        return not shared
+    alone = False
+    try:
+        for kind in (fcntl.LOCK_EX, fcntl.LOCK_SH) if shared else (fcntl.LOCK_EX,):
+            with suppress(BlockingIOError):
+                fcntl.flock(handle, kind | fcntl.LOCK_NB)
+                _CLAIMED[place] = handle
+                alone = alone or kind == fcntl.LOCK_EX  # and then shares it
+    except OSError:
+        os.close(handle)
+        return False
+    if place not in _CLAIMED:
+        os.close(handle)
+        raise UserError(f"{out} is in use by another run", "wait until it has ended, or choose another out=")
+    return alone
 
 
 def provenance() -> dict[str, Any]:

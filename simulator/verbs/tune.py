@@ -93,7 +93,8 @@ def run(settings: dict[str, Any]) -> dict[str, Any]:
     s = parse(Settings, settings)
     job = _prepare(s)
     config = to_plain(s)
-    claim_directory(Path(s.out), "tune", {name: value for name, value in config.items() if name not in CONTINUES})
+    own = {name: value for name, value in config.items() if name not in CONTINUES}
+    claim_directory(Path(s.out), "tune", own, shared=True)
     with _assistants(s):
         found = _search(job)
     choice = choose(job.space, found, job.evaluate(job.select_split, s.bootstrap), job.plan.goal, job.plan.batch)

@@ -1,14 +1,19 @@
 """Files appear whole or not at all; a directory holds one run."""
 
+import ast
 import json
 import os
 import stat
+from pathlib import Path
 
 import pytest
 
 from specdial.policies import artifact
 from specdial.policies.artifact import claim_directory, digest_of, write_json_atomic, write_text_atomic
 from specdial.policies.errors import UserError
+
+ROOT = Path(__file__).resolve().parents[2]
+ROOMS = ("conf", "engine", "kernels", "policies", "simulator")
 
 
 def everything(folder):
@@ -122,3 +127,61 @@ def test_a_damaged_marker_is_refused(tmp_path, content):
     with pytest.raises(UserError, match=r"run\.json is not"):
         claim_directory(tmp_path, "tune", CONFIG)
     assert (tmp_path / "run.json").read_bytes() == content
+
+
+def forked(work) -> int:
+    """What a process forked from this one says of `work`: 0 done, 2 refused as in use."""
+    child = os.fork()
+    if child == 0:
+        try:
+            work()
+            os._exit(0)
+        except UserError as error:
+            os._exit(2 if "is in use by another run; wait until it has ended, or" in str(error) else 3)
+        except BaseException:
+            os._exit(4)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def test_one_process_at_a_time_has_a_directory_until_it_is_gone(tmp_path):
+    out = tmp_path / "out"
+    assert forked(lambda: claim_directory(out, "tune", CONFIG)) == 0  # and is gone
+    assert claim_directory(out, "tune", CONFIG) is True
+    assert claim_directory(out, "tune", CONFIG) is True  # one process may come again
+    inside = (out / "run.json").read_bytes()
+    (out / "policies").mkdir()
+    (out / "policies" / ".best.yaml.12ab.tmp").write_text("of the run that is going on")
+    assert forked(lambda: claim_directory(out, "tune", CONFIG)) == 2
+    assert forked(lambda: claim_directory(out, "record", CONFIG)) == 2
+    assert forked(lambda: claim_directory(tmp_path / "other", "tune", CONFIG)) == 0
+    assert (out / "policies" / ".best.yaml.12ab.tmp").exists()
+    assert (out / "run.json").read_bytes() == inside
+
+
+def test_workers_share_a_directory_and_keep_others_out(tmp_path):
+    claim_directory(tmp_path, "tune", CONFIG, shared=True)
+    (tmp_path / ".study.json.12ab.tmp").write_text("of a worker that is going on")
+    assert forked(lambda: claim_directory(tmp_path, "tune", CONFIG, shared=True)) == 0
+    assert forked(lambda: claim_directory(tmp_path, "tune", CONFIG)) == 2
+    assert (tmp_path / ".study.json.12ab.tmp").exists()
+
+
+def test_what_a_killed_run_left_half_written_is_removed_when_it_comes_back(tmp_path):
+    claim_directory(tmp_path, "tune", CONFIG)
+    (tmp_path / "policies").mkdir()
+    for name in ("study.json", "policies/best.yaml"):
+        (tmp_path / name).write_text("whole")
+        (tmp_path / name).with_name(f".{(tmp_path / name).name}.12ab.tmp").write_text("half")
+    claim_directory(tmp_path, "tune", CONFIG)
+    assert everything(tmp_path) == ["policies", "policies/best.yaml", "run.json", "study.json"]
+
+
+def test_no_time_is_taken_from_a_clock_that_can_jump():
+    """The wall clock says when something was made, and nothing else: durations come from monotonic clocks."""
+    wall = {"time.time", "time.time_ns", "datetime.now", "datetime.datetime.now", "datetime.utcnow", "date.today"}
+    found = set()
+    for path in (p for room in ROOMS for p in (ROOT / room).rglob("*.py")):
+        calls = {n.func for n in ast.walk(ast.parse(path.read_text("utf-8"))) if isinstance(n, ast.Call)}
+        found |= {(path.name, name) for name in map(ast.unparse, calls) if name in wall}
+    # Optuna stamps trials by the wall clock: after a jump a trial may be run a second time, and count once.
+    assert found == {("artifact.py", "datetime.datetime.now"), ("study.py", "datetime.datetime.now")}
