@@ -21,8 +21,8 @@ from specdial.policies.errors import UserError
 RUN_FILE = "run.json"
 RUN_SCHEMA = "specdial/run/1"
 TEMPORARY = ".tmp"
-# Directories claimed, by process, device and inode: an open handle of each, which carries its lock. They stay open until
-# the process ends, however it ends, and the system lets go of the locks.
+# Directories claimed, by process, device and inode: an open handle of each, which carries its lock. They stay open
+# until the process ends, however it ends, and the system lets go of the locks.
 _CLAIMED: dict[tuple[int, int, int], int] = {}
 
 
