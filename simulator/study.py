@@ -94,9 +94,15 @@ def quiet() -> Iterator[None]:
 class Shared:
     """One worker's view of the study."""
 
-    def __init__(self, storage: BaseStorage, directions: Sequence[Direction], identity: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        storage: BaseStorage,
+        directions: Sequence[Direction],
+        identity: dict[str, Any],
+        grace_s: float = GRACE_S,
+    ) -> None:
         """identity: what makes results comparable. Raises UserError when the study holds another search."""
-        self.storage = storage
+        self.storage, self.grace_s = storage, grace_s
         self.worker = f"{os.getpid()}:{_started(os.getpid())}:{secrets.token_hex(4)}"
         with quiet():
             self.study = optuna.create_study(
@@ -128,11 +134,13 @@ class Shared:
 
     def ask(self) -> optuna.Trial:
         """A trial of this worker's own, from the queue if there is one."""
-        trial = self.study.ask()
-        if self._heart is not None:
-            self._heart.add(trial._trial_id)
-        trial.set_user_attr(WORKER, self.worker)
-        return trial
+        while True:
+            trial = self.study.ask()
+            if self._heart is not None:
+                self._heart.add(trial._trial_id)
+            with suppress(UpdateFinishedTrialError):  # given up on before it had a name
+                trial.set_user_attr(WORKER, self.worker)
+                return trial
 
     def tell(self, trial: optuna.Trial, values: list[float] | None, attributes: dict[str, Any]) -> None:
         """Finish a trial; None for one that failed. One that others gave up on in the meantime is left to them."""
@@ -164,7 +172,7 @@ class Shared:
         worker = trial.user_attrs.get(WORKER)
         if worker is None:
             started = trial.datetime_start
-            return started is not None and (datetime.datetime.now() - started).total_seconds() > GRACE_S
+            return started is not None and (datetime.datetime.now() - started).total_seconds() > self.grace_s
         return self._heart is None and worker != self.worker and not is_alive(worker)
 
     def _fail(self, trial: FrozenTrial) -> None:
