@@ -7,7 +7,7 @@ unpipelined, and so would anything but an address that depends on them. When the
 partial result and the last of a head's programs to arrive merges them: no second launch.
 
 ROTATE is a drafted token's whole attention, T 1: its query, key and value come as the product left them, are rotated
-here, and the last program of a head writes the key and the value and takes them into its sum from registers.
+here, and the last program of a head writes key and value, and starts its sum with them.
 """
 
 from dataclasses import dataclass
@@ -108,6 +108,18 @@ def _sparse_attention(
     maximum = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total_mass = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, D], tl.float32)
+    if ROTATE:  # a sum that starts with the new key, in one of the programs
+        own = q + b * stride_qb + (Hk * G + h) * D  # heads of q, then of k, then of v
+        key = _rotated((own + tl.zeros([1], tl.int32))[:, None], d, turn_cos, turn_sin, D)  # [1, D]
+        value = tl.load(own + Hk * D + d)
+        own_slot = tl.zeros([D], tl.int64) + length
+        written_here = (own_slot >= 0) & (own_slot < tl.where(split == SPLITS - 1, S, 0))
+        tl.store(k + own_slot * stride_ks + d, tl.reshape(key, [D]), mask=written_here)
+        tl.store(v + own_slot * stride_ks + d, value, mask=written_here)
+        if split == SPLITS - 1:
+            maximum = tl.sum(queries.to(tl.float32) * key.to(tl.float32), axis=1) * scale  # [M]
+            total_mass += 1.0
+            acc += value.to(tl.float32)[None, :]
     for tile in tl.range(first, last, BLOCK_N, num_stages=STAGES):
         slot = tile + lane
         chosen = ahead * PAGE + slot % PAGE
@@ -127,24 +139,6 @@ def _sparse_attention(
         acc = acc * decay[:, None]
         acc = tl.dot(weights.to(values.dtype), values, acc, input_precision=PRECISION)
         maximum = new_maximum
-
-    if ROTATE:  # noqa: SIM102 - a condition of the compiler's, and one of the program's
-        if split == SPLITS - 1:
-            own = q + b * stride_qb + (Hk * G + h) * D  # heads of q, then of k, then of v
-            key = _rotated((own + tl.zeros([1], tl.int32))[:, None], d, turn_cos, turn_sin, D)  # [1, D]
-            value = tl.load(own + Hk * D + d)
-            position = tl.zeros([D], tl.int64) + length
-            own_place = position * stride_ks + d
-            inside_cache = (position >= 0) & (position < S)
-            tl.store(k + own_place, tl.reshape(key, [D]), mask=inside_cache)
-            tl.store(v + own_place, value, mask=inside_cache)
-            logit = tl.sum(queries.to(tl.float32) * key.to(tl.float32), axis=1) * scale  # [M]
-            new_maximum = tl.maximum(maximum, logit)
-            weight = tl.exp2(logit - new_maximum)
-            decay = tl.exp2(maximum - new_maximum)
-            total_mass = total_mass * decay + weight
-            acc = acc * decay[:, None] + weight[:, None] * value.to(tl.float32)[None, :]
-            maximum = new_maximum
 
     out_rows = out + ((b * T + row // G) * Hk * G + head) * D
     if SPLITS == 1:

@@ -51,9 +51,12 @@ def split_logits_kernel(
     total = tl.zeros([BLOCK], tl.float32)
     weighted = tl.zeros([BLOCK], tl.float32)
     token = first + lane
-    for start in range(first, tl.minimum(first + tiles * BLOCK, V), BLOCK):
+    end = tl.minimum(first + tiles * BLOCK, V)
+    following = tl.load(row + token, mask=token < end, other=float("-inf"))
+    for start in range(first, end, BLOCK):
         column = start + lane
-        x = tl.load(row + column, mask=column < V, other=float("-inf")).to(tl.float32)
+        x = following.to(tl.float32)
+        following = tl.load(row + column + BLOCK, mask=column + BLOCK < end, other=float("-inf"))  # hides its latency
         token = tl.where(x > top, column, token)  # strictly: the lowest of equals stays
         second = tl.maximum(second, tl.minimum(top, x))
         new_top = tl.maximum(top, x)
