@@ -47,6 +47,11 @@ class KVCache:
         return self.k.shape[1]
 
     @property
+    def device_bytes(self) -> int:
+        """Of keys and values, on the device."""
+        return self.k.nbytes + self.v.nbytes
+
+    @property
     def on_gpu(self) -> bool:
         return self.k.is_cuda
 

@@ -7,24 +7,28 @@ import os
 import platform
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
 from specdial.engine.cache import round_up
-from specdial.engine.free_memory import free_bytes
+from specdial.engine.drafters.summaries import MOST_COMMITTED
+from specdial.engine.free_memory import free_bytes, free_host_bytes
 from specdial.engine.history import HistorySpec
-from specdial.engine.memory import Demand, predict, require
+from specdial.engine.memory import Demand, cache_of, predict, require, require_host
 from specdial.engine.models.eagle import EagleHead
+from specdial.engine.partial_cache import places
 from specdial.engine.sampling import Sampling
 from specdial.engine.sequences import Sequences
-from specdial.engine.verification import CUDA_RECOMPUTED_MULTIPLE
+from specdial.engine.verification import CUDA_RECOMPUTED_MULTIPLE, chosen_pages, kept_tokens
 from specdial.engine.weights import LoadedModel, load_model
 from specdial.engine.weights.eagle import load_head
 from specdial.engine.workloads import Document, WorkloadSpec, build, of_split
 from specdial.kernels import Backend
 from specdial.policies.errors import UserError
 from specdial.policies.fields import setting
+from specdial.policies.placement import Where
 from specdial.policies.schema import Policy
 from specdial.policies.verification import LOOKAHEAD
 
@@ -146,9 +150,14 @@ def empty_sequences(
         config.check_context(longest_tokens)
     demand = memory_demand(model, longest_tokens, batch, policies)
     others = [*(d.config for d in companions.values()), *(head.config.layer for head in named_heads.values())]
-    demands = [demand, *(replace(demand, config=c, history=None, selected=0, float8=False) for c in others)]
+    beside = replace(demand, history=None, selected=0, float8=False, kv_where="device", gathered=0)
+    demands = [demand, *(replace(beside, config=c) for c in others)]
     free = free_bytes(model.decoder.device) - summary_bytes(demand, max(batch, copies), policies)
+    free_host = free_host_bytes(Path("/"))
     for wanted in (batch, copies) if copies else (batch,):
+        kept = require_host(replace(demand, batch=wanted), free_host)
+        free_host -= kept
+        free -= kept if demand.backend == "reference" else 0  # on a CPU it is the same memory
         for one in demands:
             free -= require(replace(one, batch=wanted), free).to_allocate
     return Sequences(
@@ -159,6 +168,7 @@ def empty_sequences(
         backend=demand.backend,
         companions=companions,
         heads=named_heads,
+        kv_where=demand.kv_where,
     )
 
 
@@ -173,7 +183,8 @@ def summary_bytes(demand: Demand, batch: int, policies: list[Policy]) -> int:
     pages |= {v.verify_kv.page for v in partial if v.verify_kv.source == "page_bound"}
     steps = max((v.k_max for v in partial if v.verify_kv.source in LOOKAHEAD), default=0)
     scores = 4 * steps * batch * demand.capacity_tokens  # float32
-    return sum(predict(replace(demand, batch=batch)).kv_cache // page for page in pages) + scores
+    whole = replace(demand, batch=batch, kv_where="device", gathered=0)
+    return sum(predict(whole).kv_cache // page for page in pages) + scores
 
 
 def most_recomputed(policies: list[Policy]) -> int:
@@ -190,7 +201,7 @@ def memory_demand(model: LoadedModel, longest_tokens: int, batch: int, policies:
     variants = [v for p in policies if p.k_max > 0 for v in p.variants()]
     selections = [v.draft_kv.resolved(longest_tokens) for v in variants]
     selections += [v.verify_kv.keys for v in variants if not v.verify_kv.lossless]
-    return Demand(
+    demand = Demand(
         config=model.config,
         dtype=model.decoder.dtype,
         backend=backend_for(model.decoder.device),
@@ -201,7 +212,34 @@ def memory_demand(model: LoadedModel, longest_tokens: int, batch: int, policies:
         selected=max((kv.budget for kv in selections), default=0),
         float8=any(v.drafter.weights == "fp8" for p in policies if p.k_max for v in p.variants()),
         recomputed=min(most_recomputed(policies), longest_tokens),
+        kv_where=kv_where(policies),
     )
+    return replace(demand, gathered=gathered_keys(policies, cache_of(demand).capacity_tokens))
+
+
+def kv_where(policies: list[Policy]) -> Where:
+    """Where the target's keys are to live; policies that draft nothing decode wherever the others want them.
+
+    Raises UserError where policies that draft want different things.
+    """
+    wanted = {p.kv.where for p in policies if p.k_max > 0} or {p.kv.where for p in policies}
+    if len(wanted) > 1:
+        raise UserError(f"policies with different kv.where {sorted(wanted)}", "run them separately")
+    return wanted.pop()
+
+
+def gathered_keys(policies: list[Policy], capacity_tokens: int) -> int:
+    """Keys per kv head that such policies gather on the device, from a cache of this capacity in host memory."""
+    found: dict[object, int] = {}
+    for p in policies:
+        for v in p.variants() if p.k_max > 0 and p.kv.where == "host" else ():
+            if not v.verify_kv.lossless:
+                chosen = chosen_pages(v.verify_kv, capacity_tokens) * v.verify_kv.page
+                found[v.verify_kv, p.k_max] = places(chosen, v.verify_kv.page, kept_tokens(v.verify_kv, p.k_max))
+            if v.drafter.kind == "sparse_self":
+                kv = v.draft_kv.resolved(capacity_tokens)
+                found[kv] = places(min(kv.budget, capacity_tokens), kv.page, MOST_COMMITTED)
+    return sum(found.values())
 
 
 def backend_for(device: torch.device | str) -> Backend:

@@ -4,9 +4,13 @@ The large parts are asked of the very objects that will hold them, made on the m
 and no memory. Activations are a bound. On a GPU the parts that a pass makes and drops count twice (`graphs`): captured
 passes keep them in a pool of their own, while the next pass is practised outside it.
 
+Keys in host memory leave on the device 4 B Hk S D values for two layers of keys and values, and 2 L B Hk G D for the G
+keys per kv head that policies gather; the host holds 2 L B Hk S D.
+
 Leaves out what sampled decoding adds to logits. Draft models and page summaries are added where sequences are made.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 
 import torch
@@ -15,13 +19,16 @@ from specdial.engine.cache import KVCache, round_up
 from specdial.engine.history import History, HistorySpec
 from specdial.engine.models.config import ModelConfig
 from specdial.engine.models.tensors import tensor_shapes
+from specdial.engine.offload import HostCache
 from specdial.engine.prefill import CPU_CHUNK_TOKENS, CUDA_CHUNK_TOKENS, ROW_MULTIPLE
 from specdial.kernels import Backend
 from specdial.policies.errors import UserError
+from specdial.policies.placement import Where
 
 META = torch.device("meta")
 CUDA_FIXED_BYTES = 512 << 20  # library workspaces, kernels, graphs' own nodes, blocks rounded up by the allocator
 CPU_FIXED_BYTES = 64 << 20
+HOST_USED_FRAC = 0.95  # of free host memory: what is locked there nobody else can have
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +38,8 @@ class Demand:
     backend: triton on a GPU, else reference. longest_tokens: of a sequence, prompt and output. k_max: most drafts of a
     round. history: of the attention rows, None when nothing drafts. selected: most keys a draft selects per kv head.
     float8: drafts read float8 copies of the weights. recomputed: most committed rows that a block puts in front of its
-    own; where blocks do, logits are those of all its rows.
+    own; where blocks do, logits are those of all its rows. kv_where: where the cache lives. gathered: keys per kv head
+    that are held on the device beside it, in all.
     """
 
     config: ModelConfig
@@ -44,6 +52,8 @@ class Demand:
     selected: int
     float8: bool = False
     recomputed: int = 0
+    kv_where: Where = "device"
+    gathered: int = 0
 
     @property
     def capacity_tokens(self) -> int:
@@ -55,10 +65,11 @@ class Demand:
 class Memory:
     """Bytes by what they hold.
 
-    weights: of the model, loaded already. kv_cache. history: ring, scores and their saved copy. statistics: attention
-    rows of the widest block, raw. logits: of the widest block. selection: the chosen keys' indices, on a CPU the keys
-    too. activations: of the largest chunk or block. float8: of the weights' copies, a byte each on a GPU, in the dtype
-    on a CPU. graphs: see the module's first lines. fixed: a margin.
+    weights: of the model, loaded already. kv_cache: what of it is on the device, gathered keys included. history: ring,
+    scores and their saved copy. statistics: attention rows of the widest block, raw. logits: of the widest block.
+    selection: the chosen keys' indices, on a CPU the keys too. activations: of the largest chunk or block. float8: of
+    the weights' copies, a byte each on a GPU, in the dtype on a CPU. graphs: see the module's first lines. fixed: a
+    margin.
     """
 
     weights: int
@@ -85,7 +96,7 @@ class Memory:
 def predict(demand: Demand) -> Memory:
     """Bytes of every part. Grows with batch and longest_tokens."""
     c, size, on_gpu = demand.config, demand.dtype.itemsize, demand.backend == "triton"
-    cache = KVCache(c, demand.batch, demand.capacity_tokens + ROW_MULTIPLE, device=META, dtype=demand.dtype)
+    cache = cache_of(demand)
     keys, rows = cache.capacity_tokens, demand.k_max + 1 + demand.recomputed
     rows = rows if on_gpu else round_up(rows, ROW_MULTIPLE)
     history = statistics = 0
@@ -100,11 +111,12 @@ def predict(demand: Demand) -> Memory:
     selection = lanes * chosen * 4
     if not on_gpu and chosen:
         selection += 2 * lanes * round_up(chosen + demand.k_max, 64) * c.head_dim * size
+    gathered = 2 * lanes * demand.gathered * c.head_dim * size
     block, chunk = _activations(demand, demand.batch * rows, keys), _chunk_activations(demand, keys)
     weights = sum(torch.Size(shape).numel() for _, shape in tensor_shapes(c))
     return Memory(
         weights=weights * size,
-        kv_cache=cache.k.nbytes + cache.v.nbytes,
+        kv_cache=cache.device_bytes + gathered,
         history=history,
         statistics=statistics,
         logits=logits,
@@ -114,6 +126,12 @@ def predict(demand: Demand) -> Memory:
         graphs=statistics + logits + selection + block if on_gpu else 0,
         fixed=CUDA_FIXED_BYTES if on_gpu else CPU_FIXED_BYTES,
     )
+
+
+def cache_of(demand: Demand) -> KVCache:
+    """The cache that such sequences will have, without its memory."""
+    made = HostCache if demand.kv_where == "host" else KVCache
+    return made(demand.config, demand.batch, demand.capacity_tokens + ROW_MULTIPLE, device=META, dtype=demand.dtype)
 
 
 def _statistics(history: History, rows: int, batch: int) -> int:
@@ -157,20 +175,10 @@ def require(demand: Demand, free_bytes: int) -> Memory:
     memory = predict(demand)
     if memory.to_allocate <= free_bytes:
         return memory
-
-    def largest(name: str) -> int:
-        """The largest value of a field that fits, 0 if none does."""
-        fits, too_large = 0, getattr(demand, name)
-        while too_large - fits > 1:
-            middle = (fits + too_large) // 2
-            changed = {name: middle}
-            if predict(replace(demand, **changed)).to_allocate <= free_bytes:
-                fits = middle
-            else:
-                too_large = middle
-        return fits
-
-    batch, longest = largest("batch"), largest("longest_tokens")
+    batch, longest = (
+        largest(demand, name, lambda changed: predict(changed).to_allocate <= free_bytes)
+        for name in ("batch", "longest_tokens")
+    )
     ways = [f"the batch to {batch}"] if batch else []
     ways += [f"context and new tokens together to {longest}"] if longest else []
     parts = [f"{f.name.replace('_', ' ')} {_text(getattr(memory, f.name))}" for f in fields(memory)[1:]]
@@ -179,6 +187,42 @@ def require(demand: Demand, free_bytes: int) -> Memory:
         f"({', '.join(parts)}), {_text(max(free_bytes, 0))} are free",
         f"lower {' or '.join(ways)}" if ways else "use a smaller model or a device with more memory",
     )
+
+
+def require_host(demand: Demand, free_bytes: int) -> int:
+    """Bytes of host memory that the cache takes, 0 where it lives on the device.
+
+    Raises UserError unless they fit into HOST_USED_FRAC of `free_bytes`, with the longest sequence that does.
+    """
+
+    def taken(of: Demand) -> int:
+        cache = cache_of(of)
+        return cache.k.nbytes + cache.v.nbytes
+
+    if demand.kv_where == "device":
+        return 0
+    if taken(demand) <= HOST_USED_FRAC * free_bytes:
+        return taken(demand)
+    longest = largest(demand, "longest_tokens", lambda changed: taken(changed) <= HOST_USED_FRAC * free_bytes)
+    raise UserError(
+        f"keys of batch {demand.batch} at {demand.longest_tokens} tokens take {_text(taken(demand))} of host memory, "
+        f"{_text(int(HOST_USED_FRAC * max(free_bytes, 0)))} can be taken",
+        f"lower context and new tokens together to {longest}" if longest else "lower the batch, or use kv.where device",
+        field="kv.where",
+    )
+
+
+def largest(demand: Demand, name: str, fits: Callable[[Demand], bool]) -> int:
+    """The largest value of a field, below the present one, with which a demand fits; 0 if none does."""
+    most, too_large = 0, getattr(demand, name)
+    while too_large - most > 1:
+        middle = (most + too_large) // 2
+        changed = {name: middle}
+        if fits(replace(demand, **changed)):
+            most = middle
+        else:
+            too_large = middle
+    return most
 
 
 def _text(size_bytes: int) -> str:

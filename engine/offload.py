@@ -67,7 +67,7 @@ class HostCache(KVCache):
 
     @property
     def device_bytes(self) -> int:
-        """Of the two layers on the device."""
+        """Of two layers."""
         return sum(buffer.k.nbytes + buffer.v.nbytes for buffer in self._buffers)
 
     def layer(self, layer: int) -> tuple[Tensor, Tensor]:

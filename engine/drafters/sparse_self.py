@@ -3,7 +3,8 @@
 Tokens drafted this round are always visible. On a GPU the chosen keys are gathered where they lie and drafted keys go
 behind the committed ones, where verification overwrites them (`GatherDraft`). On a CPU, and where many positions of one
 sequence are drafted side by side, they are first copied into a small dense cache (`CompactDraft`). Measured: on an H200
-the copy pays back only after 26 to 140 steps; on a CPU dense rows are what the matrix product wants.
+the copy pays back only after 26 to 140 steps; on a CPU dense rows are what the matrix product wants. Where keys live in
+host memory, a GPU gathers the chosen ones beside the drafted ones first (`HostedDraft`).
 """
 
 from collections.abc import Hashable
@@ -16,6 +17,9 @@ from torch import Tensor
 from specdial.engine.cache import WIDTH_MULTIPLE, round_up
 from specdial.engine.drafters.base import Draft, Proposal, propose
 from specdial.engine.drafters.selection import Selection, choose_keys
+from specdial.engine.drafters.summaries import MOST_COMMITTED
+from specdial.engine.offload import HostCache
+from specdial.engine.partial_cache import PartialCache
 from specdial.engine.sequences import Sequences
 from specdial.kernels.full_attention import full_attention
 from specdial.kernels.sparse_attention import rotate_and_attend, sparse_attention, workspace_for
@@ -51,6 +55,8 @@ class SparseSelf:
     def begin(self, steps: int) -> Draft:
         """See Drafter."""
         selection = self._choose() if self._kept is None else self._kept
+        if self.s.backend == "triton" and isinstance(self.s.cache, HostCache):
+            return HostedDraft(self.s, self.s.cache, selection, float8=self.float8)
         if self.s.backend == "triton":
             return GatherDraft(self.s, selection, float8=self.float8)
         return CompactDraft(self.s, selection, self.s.cache.lengths.clone(), steps=steps, float8=self.float8)
@@ -126,4 +132,27 @@ class GatherDraft:
         logits = self.s.forward_rows(
             tokens[:, None], lengths, attend, attend_unrotated=attend_unrotated, float8=self.float8
         )
+        return propose(logits[:, -1], self.s.backend)
+
+
+class HostedDraft:
+    """Lanes are the sequences of a batch; their keys are gathered from host memory once a round."""
+
+    def __init__(self, sequences: Sequences, cache: HostCache, selection: Selection, *, float8: bool = False) -> None:
+        """Gathers the selection, into buffers that stay."""
+        self.s, self.float8 = sequences, float8
+        L, _, _, C = selection.indices.shape
+        self.keys: PartialCache = sequences.lasting(
+            ("draft keys", C, selection.page),
+            lambda: PartialCache(cache, C, page=selection.page, tail_tokens=MOST_COMMITTED, backend=sequences.backend),
+        )
+        self.keys.take(selection.counts, selection.tail_start)
+        for layer in range(L):
+            self.keys.fill(layer, selection.indices[layer])
+
+    def step(self, depth: int, tokens: Tensor) -> Proposal:
+        """See Draft."""
+        lengths = self.s.cache.lengths + depth  # [B]
+        self.keys.begin(lengths, 1)
+        logits = self.s.forward_rows(tokens[:, None], lengths, self.keys.attend, float8=self.float8, into=self.keys)
         return propose(logits[:, -1], self.s.backend)
