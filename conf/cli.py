@@ -18,6 +18,8 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
+from specdial.conf.completion import HOW_TO, bash_script
+from specdial.conf.help import help_text
 from specdial.conf.schema import plain_settings, with_model, with_policies, with_policy_file, with_trace
 from specdial.policies.errors import UserError
 
@@ -83,8 +85,6 @@ VERBS: dict[str, tuple[str, Callable[[Settings], Settings], str]] = {
 OPTIONS = (
     "-m",
     "--multirun",
-    "-h",
-    "--help",
     "--hydra-help",
     "-c",
     "--cfg",
@@ -115,9 +115,17 @@ def _main(arguments: list[str]) -> None:
     if arguments[0] == "--version":
         print(f"specdial {metadata.version('specdial')}")
         return
+    if arguments[0] == "--completion":
+        if arguments[1:] != ["bash"]:
+            fail(f"no completion for {' '.join(arguments[1:]) or 'no shell'}; {HOW_TO}")
+        print(bash_script(VERBS))
+        return
     verb = arguments[0]
     if verb not in VERBS:
         fail(f"unknown verb {verb!r}; use one of {', '.join(VERBS)}")
+    if "--help" in arguments or "-h" in arguments:
+        print(help_text(verb, dict(argument.split("=", 1) for argument in arguments[1:] if "=" in argument)))
+        return
     check_arguments(verb, arguments[1:])
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises, and one line can be made of it in `task` and below
     sys.argv = [f"specdial {verb}", *(part for argument in arguments[1:] for part in rewrite(argument))]
@@ -181,7 +189,9 @@ def usage() -> str:
     """What `specdial` prints without a verb."""
     width = max(map(len, VERBS))
     lines = [f"  {verb:<{width}}  {line}" for verb, (_, _, line) in VERBS.items()]
-    return "\n".join(["usage: specdial VERB [setting=value ...] [-m] [--help] [--cfg job]", "", *lines])
+    first = "usage: specdial VERB [setting=value ...] [-m] [--help] [--cfg job]"
+    last = ["", "specdial VERB --help explains every setting. Completion: source <(specdial --completion bash)"]
+    return "\n".join([first, "", *lines, *last])
 
 
 def stop_quietly() -> NoReturn:
