@@ -5,6 +5,7 @@ memory is mapped, touched by several threads, and locked piece by piece. A copy 
 another. Needs a CUDA device. Leaves out what is kept in it (offload).
 """
 
+import ctypes
 import mmap
 import os
 import weakref
@@ -57,7 +58,7 @@ class Shared:
 
 def lock(locked: list[int], piece: Tensor) -> None:
     """Touch a piece of memory, lock it, and add its address to `locked`."""
-    piece.zero_()
+    ctypes.memset(piece.data_ptr(), 0, piece.nbytes)  # by this thread alone
     result = int(torch.cuda.cudart().cudaHostRegister(piece.data_ptr(), piece.nbytes, PORTABLE_MAPPED))
     if result:
         raise RuntimeError(f"cudaHostRegister of {piece.nbytes} bytes: error {result}")
