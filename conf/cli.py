@@ -76,6 +76,8 @@ VERBS: dict[str, tuple[str, Callable[[Settings], Settings], str]] = {
         "predicted against measured, held-out documents",
     ),
     "report": ("specdial.simulator.verbs.report", _as_is, "one HTML page of what the verbs found"),
+    "import": ("specdial.simulator.verbs.import_logs", _as_is, "read what other tools write"),
+    "drift": ("specdial.simulator.verbs.drift", _as_is, "has a live trace left what its policy was tuned on"),
     "export": ("specdial.policies.export", _policy, "write a policy file"),
     "doctor": ("specdial.engine.verbs.doctor", _as_is, "check this machine: packages, GPU, kernels, disk"),
     "demo": ("specdial.conf.demo", _model, "all of it, small, on a real model"),

@@ -21,11 +21,9 @@ from specdial.engine.workloads import Document
 from specdial.policies.artifact import provenance
 from specdial.policies.errors import UserError
 from specdial.policies.fields import to_plain
-from specdial.policies.file import policy_digest
+from specdial.policies.file import policy_digest, short_digest
 from specdial.policies.schema import Policy
 from specdial.policies.watched import WatchedPolicy
-
-DIGEST_CHARACTERS = 12  # of a trace's folder
 
 
 @dataclass(slots=True)
@@ -74,7 +72,7 @@ class Deployment:
         if self.trace is None:
             return
         if self._writer is None:
-            self._writer = TraceWriter(self.trace / policy_digest(self.policy)[:DIGEST_CHARACTERS], self._meta())
+            self._writer = TraceWriter(self.trace / short_digest(self.policy), self._meta())
         recorder = Recorder([document])
         for round_ in rounds:
             recorder.add(round_)

@@ -94,6 +94,11 @@ def policy_digest(policy: Policy) -> str:
     return hashlib.sha256(json.dumps(policy.decisions(), sort_keys=True).encode()).hexdigest()
 
 
+def short_digest(policy: Policy) -> str:
+    """The beginning of its digest: what the folder of a policy's live trace is called."""
+    return policy_digest(policy)[:12]
+
+
 def _seal(text: str) -> str:
     return f"sha256:{hashlib.sha256(text.encode()).hexdigest()}"
 

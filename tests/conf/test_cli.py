@@ -100,6 +100,8 @@ MISSING = {
     "train_eagle": ["out=o"],
     "run": ["prompt=p"],
     "validate": ["out=o"],
+    "import": ["format=vllm", "source=s", "out=o"],
+    "drift": ["policy=p", "trace=t"],
     "export": ["out=o"],
     "report": [],
     "doctor": [],

@@ -1,0 +1,27 @@
+"""Prompts as the `file` workload takes them: an object a line with messages, prompt or text, and maybe an answer."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from specdial.policies.artifact import write_text_atomic
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One document. content: {messages | prompt | text: ...}."""
+
+    content: dict[str, object]
+    answer: str | None = None
+
+
+def write_prompts(out: Path, prompts: Sequence[Prompt]) -> int:
+    """Write a file for workload.path; returns how many. Repeated prompts, which it refuses, are written once."""
+    lines: dict[str, str] = {}
+    for prompt in prompts:
+        content = json.dumps(prompt.content, ensure_ascii=False, sort_keys=True)
+        answer = {} if prompt.answer is None else {"answer": prompt.answer}
+        lines.setdefault(content, json.dumps({**prompt.content, **answer}, ensure_ascii=False))
+    write_text_atomic(out, "".join(f"{line}\n" for line in lines.values()))
+    return len(lines)
