@@ -1,0 +1,39 @@
+"""The benchmark of a draft model with sparse verification, run on tiny weights: ids, and what must hold among them."""
+
+import importlib
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
+
+
+@pytest.fixture
+def dustin(monkeypatch):
+    monkeypatch.syspath_prepend(str(FOLDER))
+    return importlib.import_module("dustin")
+
+
+def test_cpu_run(dustin, tiny_checkpoint):
+    sizes = {"head_dim": 64, "max_position_embeddings": 1024}
+    target = str(tiny_checkpoint("llama", num_hidden_layers=2, **sizes))
+    draft = str(tiny_checkpoint("llama", num_hidden_layers=1, **sizes))
+    records = {
+        r["id"]: r
+        for r in dustin.main(["--cpu", "--cases", "D3", "--model", target, "--draft", draft, "--new-tokens", "8"])
+    }
+    partial = {"c64-p0-k3", "c64-p2-k3"}
+    names = {"plain", "full-k3", *partial}
+    assert set(records) == {f"cpu-D3-{case}-{name}" for case in ("code-0k-B2", "needle-0k") for name in names}
+    full = records["cpu-D3-code-0k-B2-full-k3"]
+    assert (full["lossless"], full["top1_agreement"], full["token_agreement"]) == (True, 1.0, 1.0)
+    for name in partial:
+        row = records[f"cpu-D3-code-0k-B2-{name}"]
+        assert not row["lossless"]
+        assert row["kl_nats"] > 0.0
+
+
+def test_forced_acceptance_is_what_was_asked(dustin):
+    for accepted, k in ((1.8, 4), (0.0, 3), (2.5, 3)):
+        alpha = dustin.chance_of(accepted, k)
+        assert sum(alpha ** (i + 1) for i in range(k)) == pytest.approx(accepted, abs=1e-9)
