@@ -115,16 +115,16 @@ class Judge:
         self.state, self.sampling = state, sampling
         self.key = (sampling, synthetic)
         self._random = generators(sampling, numbers)
-        self._synthetic = [synthetic[min(i, len(synthetic) - 1)] for i in range(state.most_drafts)] if synthetic else []
+        self.synthetic = [synthetic[min(i, len(synthetic) - 1)] for i in range(state.most_drafts)] if synthetic else []
         if not sampling.greedy and state.draft_probs is None:
             state.draft_probs = torch.zeros(state.batch, state.most_drafts, vocab, device=state.block.device)
 
     def prepare(self) -> None:
         """Fresh random numbers for a round, where it needs any."""
-        if self._synthetic or not self.sampling.greedy:
+        if self.synthetic or not self.sampling.greedy:
             to_device(uniforms(self._random, self.state.uniforms.shape[1]), self.state.uniforms)
-        if self._synthetic:
-            to_device(np.array(self._synthetic), self.state.acceptance)
+        if self.synthetic:
+            to_device(np.array(self.synthetic), self.state.acceptance)
 
     def pick(self, proposal: Proposal, depth: int) -> Tensor:
         """The draft of one depth, [B]: a pass."""
@@ -147,7 +147,7 @@ class Judge:
         accept = state.uniforms[:, K : K + k]
         if self.sampling.greedy:
             best = logit_statistics(logits.flatten(0, 1), backend=state.backend)[0].view(B, k + 1)
-            if not self._synthetic:
+            if not self.synthetic:
                 return best, False
             state.accepted.copy_(accept_leading(accept < state.acceptance[:k], state.k))
             return best, True
@@ -155,7 +155,7 @@ class Judge:
         q = target[:, :0] if state.draft_probs is None else state.draft_probs[:, :k]
         u = torch.cat([accept, state.uniforms[:, 2 * K :]], dim=1)  # [B, k+1]
         verdict = verify_sampled(state.drafts[:, :k], state.k, q, target, u)
-        if self._synthetic:
+        if self.synthetic:
             state.accepted.copy_(accept_leading(accept < state.acceptance[:k], state.k))
             state.accept_prob[:, :k] = state.acceptance[:k]
         else:

@@ -156,6 +156,28 @@ class HeadReader:
         self.cache.write_at(0, k, v, ahead[:, None])
         w.outputs[depth] = head.output(hidden, self._attend(q, ahead, len(w.outputs)))[:, 0]
 
+    @torch.inference_mode()
+    def go_wide(self, depth: int, tokens: Tensor, hidden: Tensor, above: Tensor) -> Tensor:
+        """Step `depth` > 0 of a tree of drafts, after its W tokens [B, W] of that depth: a pass.
+
+        hidden: [B, W, hidden], the outputs that proposed them. above: [B, W, depth * W] bool, the tokens of the steps
+        so far that each descends from, itself included. Returns the outputs, [B, W, hidden].
+        """
+        lengths, W = self.s.cache.lengths[:, None], tokens.shape[1]
+        q, k, v = self.head.qkv(tokens, hidden, (lengths + (depth - 1)).expand_as(tokens))
+        places = lengths + (depth - 1) * W + torch.arange(W, device=tokens.device)  # [B, W]
+        self.cache.write_at(0, k, v, places)
+        keys = self.cache.view(0, self.s.cache.width(depth * W))
+        mixed, _ = full_attention(q, *keys, lengths[:, 0], backend=self.s.backend, ancestors=above)
+        return self.head.output(hidden, mixed)
+
+    def follow(self, rows: Tensor) -> None:
+        """Of the pass just made take these rows [B, R], one after the other, instead of all."""
+        if self._seen is None:
+            raise ValueError("this verification left no hidden states")
+        lanes = torch.arange(rows.shape[0], device=rows.device)[:, None]  # [B, 1]
+        self._seen = self._seen[:, lanes, rows]  # [len(taps), B, R, target_hidden]
+
     def _attend(self, q: Tensor, lengths: Tensor, block_tokens: int) -> Tensor:
         """[B, 1, H, D] of q over the head's keys 0 .. lengths[b]."""
         keys = self.cache.view(0, self.s.cache.width(block_tokens))

@@ -207,7 +207,7 @@ def memory_demand(model: LoadedModel, longest_tokens: int, batch: int, policies:
         backend=backend_for(model.decoder.device),
         batch=batch,
         longest_tokens=longest_tokens,
-        k_max=max(p.k_max for p in policies),
+        k_max=max(p.slots for p in policies),
         history=history_spec(policies),
         selected=max((kv.budget for kv in selections), default=0),
         float8=any(v.drafter.weights == "fp8" for p in policies if p.k_max for v in p.variants()),

@@ -4,7 +4,8 @@ A round is device work first (`_launch`) and the host's account of it afterwards
 them, so on a GPU the next round is launched before the last one is read wherever nothing on the host decides it. With
 a controller that looks at no signals the whole round is one pass, hence one CUDA graph. Drafts that the host knows
 before a round come with it, and their time is the host's. Sequences that stop drafting early wait for the longest one;
-their padding drafts are never accepted. Leaves out everything around the round: prefill (sequences), recording
+their padding drafts are never accepted. Trees of drafts are grown and verified as a whole, and leave the path that was
+accepted as a chain does (tree_acceptance). Leaves out everything around the round: prefill (sequences), recording
 (recorder), which documents and which policy (the verbs).
 """
 
@@ -22,6 +23,7 @@ from specdial.engine.drafters import make_drafter
 from specdial.engine.drafters.base import Draft, Drafter, HostDrafter
 from specdial.engine.drafters.eagle import Eagle
 from specdial.engine.drafters.sparse_self import SparseSelf
+from specdial.engine.drafters.tree import DraftTree, TreeEagle
 from specdial.engine.head_reader import HeadReader
 from specdial.engine.round_state import (
     DRAFTED,
@@ -36,6 +38,7 @@ from specdial.engine.round_state import (
 )
 from specdial.engine.sampling import Sampling
 from specdial.engine.sequences import Sequences
+from specdial.engine.tree_acceptance import follow, straighten, verify_tree
 from specdial.engine.verification import Plan, Schedule, verifications
 from specdial.kernels.settle import settle
 from specdial.policies.controllers import Controller, Signals, draft_limit, longest_draft, make_controller
@@ -48,7 +51,8 @@ class Round:
 
     context_tokens: committed length at the start. Times are for the whole batch, in microseconds; host_us is all the
     round took beyond drafts, verification and selection, the wait since the last round included.
-    drafts: [B, K] token ids; signals: [B, K]; accept_prob: [B, K] in sampled decoding, else None.
+    drafts: [B, K] token ids, of a tree those accepted, then -1; signals: [B, K]; accept_prob: [B, K] in sampled
+    decoding, else None.
     mode: over which keys drafts were verified; rounds_since_full: partial rounds since a full one, this included.
     """
 
@@ -120,7 +124,7 @@ class Decoding:
         self._drafting: HeadReader | None = None  # the head that drafts in the round being launched
         self._started = False
         self._opened: Draft | None = None  # of the next round, its first token drafted
-        furthest = int((sequences.prompt_tokens + np.maximum(sequences.limits, 0)).max()) + policy.k_max
+        furthest = int((sequences.prompt_tokens + np.maximum(sequences.limits, 0)).max()) + policy.slots
         if furthest > sequences.cache.capacity_tokens:
             raise ValueError(f"sequences may reach {furthest} keys, capacity is {sequences.cache.capacity_tokens}")
 
@@ -160,7 +164,7 @@ class Decoding:
         if isinstance(drafter, HostDrafter):
             self._at_once(drafter.drafts(limit))
         else:
-            if s.graphs.enabled and not controller.adaptive:
+            if isinstance(drafter, TreeEagle) or (s.graphs.enabled and not controller.adaptive):
                 k = int(controller.k_max.max())
                 key = ("round", state.most_drafts, k, None if drafter is None else drafter.key, *self._verify_key)
                 s.graphs.run(key, lambda: self._whole(drafter, k))
@@ -203,11 +207,15 @@ class Decoding:
     def _whole(self, drafter: Drafter | None, k: int) -> None:
         """A round of k drafts for every sequence: a pass."""
         torch.clamp(self.s.room - 1, min=0, max=k, out=self.state.k)
-        if drafter is not None:
+        tree = None
+        if isinstance(drafter, TreeEagle):
+            self.state.mark(START, SELECTED)
+            tree = drafter.grow(k, self.state.signals)
+        elif drafter is not None:
             draft = self._begin(drafter, k)
             for depth in range(k):
                 self._step(draft, depth)
-        self._verify(k, begun=drafter is not None)
+        self._verify(k, begun=drafter is not None, tree=tree)
 
     def _at_once(self, drafts: list[list[int]]) -> None:
         """A round whose drafts are known."""
@@ -270,8 +278,8 @@ class Decoding:
         self.state.block[:, depth + 1] = self.judge.pick(proposal, depth)
         self.state.signals[depth] = proposal.signals
 
-    def _verify(self, k: int, *, begun: bool) -> None:
-        """Verify k drafts of every sequence, accept, commit and score: a pass."""
+    def _verify(self, k: int, *, begun: bool, tree: DraftTree | None = None) -> None:
+        """Verify k drafts of every sequence, or a tree k deep, accept, commit and score: a pass."""
         s, state = self.s, self.state
         if not begun:
             state.block[:, 0] = s.pending
@@ -280,12 +288,20 @@ class Decoding:
         for reader in self.readers:
             if not (begun and reader is self._drafting):
                 reader.read()
-        with s.tapping(self.readers):
-            block = self._verification.block(state.block[:, : k + 1], plan, k=state.k, padded=rows, rows=rows)
-        if self.logits is not None:
-            self.logits[:, : k + 1] = block.logits
-        state.mark(VERIFIED)
-        choices, judged = self.judge.choices(block.logits, k)
+        if tree is None:
+            with s.tapping(self.readers):
+                block = self._verification.block(state.block[:, : k + 1], plan, k=state.k, padded=rows, rows=rows)
+            if self.logits is not None:
+                self.logits[:, : k + 1] = block.logits
+            state.mark(VERIFIED)
+            choices, judged = self.judge.choices(block.logits, k)
+        else:
+            block = verify_tree(s, tree, self.readers)
+            state.mark(VERIFIED)
+            path, choices, judged = follow(self.judge, tree, block.logits)
+            if self.logits is not None:
+                self.logits[:, : k + 1] = block.logits[torch.arange(s.batch, device=path.device)[:, None], path]
+            straighten(s, path, self.readers)
         settle(
             state.drafts[:, :k], choices, state.k, s.room, stop_ids=s.stops, emitted=state.emitted[:, : k + 1],
             accepted=state.accepted, counts=state.counts, pending=s.pending, before=s.before, judged=judged,

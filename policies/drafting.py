@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Container, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Literal
 
 from specdial.policies.errors import UserError
@@ -12,12 +12,41 @@ MOST_KEYS = 1 << 24  # beyond any context
 DEFAULT_BUDGET, DEFAULT_WINDOW = 512, 16
 
 # Settings that only some kinds of drafter use; `none` uses and refuses none of draft_kv.
-DRAFTER_USES = {"weights": ("sparse_self",), "model": ("model", "eagle"), "ngram": ("lookup",)}
+DRAFTER_USES = {"weights": ("sparse_self",), "model": ("model", "eagle"), "ngram": ("lookup",), "tree": ("eagle",)}
 DRAFT_KV_USES = {
     "budget_frac": ("none", "sparse_self", "quest"),
     "decay": ("none", "sparse_self"),
     "refresh_rounds": ("none", "sparse_self"),
 }
+
+
+@dataclass(frozen=True, slots=True)
+class Tree:
+    """A tree of drafts instead of a chain, as deep as the controller's k.
+
+    width: drafts kept at each depth to be drafted on, those with the largest products of draft probabilities, and
+    drafts that each of them proposes. nodes: of all that were proposed, how many are verified, the best ones.
+    """
+
+    width: int = setting(10, low=1, high=64)
+    nodes: int = setting(60, low=1, high=512)
+
+    def size(self, depth: int) -> int:
+        """Drafts that are verified in a tree of this depth: fewer than `nodes` where fewer are proposed."""
+        return min(self.nodes, self.width + (depth - 1) * self.width**2)
+
+    def slots(self, depth: int) -> int:
+        """Keys that a round writes behind the committed ones and the pending token's: verified, or drafted on."""
+        return max(self.size(depth), (depth - 1) * self.width)
+
+    def check(self, k: int, where: str) -> None:
+        """Raises UserError where it has too few drafts to reach depth k."""
+        if self.nodes < k:
+            raise UserError(
+                f"{where}.nodes is {self.nodes}, a tree {k} deep (controller k) needs as many",
+                f"use at least {k}, or a smaller k",
+                field=f"{where}.nodes",
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,19 +59,21 @@ class Drafter:
 
     weights: sparse_self; fp8 drafts with float8 copies of the weights, verification keeps the model's own, so that it
     stays lossless. model: model; where the drafting model comes from, as `load_model` takes it; eagle: the folder of
-    the head. ngram: lookup; the most last tokens that are looked up, tokens.
+    the head. ngram: lookup; the most last tokens that are looked up, tokens. tree: eagle; None drafts a chain.
     """
 
     kind: Literal["none", "sparse_self", "model", "lookup", "quest", "eagle"] = "sparse_self"
     weights: Literal["model", "fp8"] = setting("model", later=True)
     model: str = setting("", later=True)
     ngram: int = setting(3, low=1, high=16, later=True)
+    tree: Tree | None = field(default=None, metadata={"later": True})
 
     @property
     def label(self) -> str:
-        """Under which cost tables file it: the kind, and whose or which weights it drafts with."""
+        """Under which cost tables file it: the kind, whose or which weights it drafts with, and the tree's shape."""
         weights = self.model or ("" if self.weights == "model" else self.weights)
-        return f"{self.kind}/{weights}" if weights else self.kind
+        shape = f"w{self.tree.width}-n{self.tree.nodes}" if self.tree else ""
+        return "/".join(part for part in (self.kind, weights, shape) if part)
 
     @property
     def reads_selection(self) -> bool:

@@ -88,6 +88,12 @@ class Policy:
         """The longest draft any cell can ask for."""
         return max(longest_draft(p.controller) for p in self.variants())
 
+    @property
+    def slots(self) -> int:
+        """Most keys that a round writes behind the pending token's: one a draft, more where it drafts a tree."""
+        drafts = [(p.drafter.tree, longest_draft(p.controller)) for p in self.variants()]
+        return max(tree.slots(k) if tree and k else k for tree, k in drafts)
+
     def variants(self) -> tuple["Policy", ...]:
         """The policy of each cell, then the one outside every cell; none has cells of its own."""
         return (
@@ -117,6 +123,7 @@ def policy_from_mapping(value: object, where: str = "") -> Policy:
     check_variants(drafting, policy.scoring_heads, prefix)
     placed = (Variant(longest_draft(p.controller) > 0, p.drafter, p.draft_kv, p.verify_kv) for p in [*variants, policy])
     check_placement(policy.kv, tuple(placed), prefix)
+    _check_trees([*variants, policy], policy.kv.where, prefix)
     return policy
 
 
@@ -148,6 +155,14 @@ def _one(value: object, where: str) -> Policy:
             "use controller fixed or another drafter",
             field=f"{prefix}controller",
         )
+    if policy.drafter.tree and controller.kind not in ("fixed", "none"):
+        raise UserError(
+            f"{prefix}controller {controller.kind} stops a chain of drafts, and {prefix}drafter.tree drafts a tree",
+            "use controller fixed, whose k is the tree's depth, or leave tree out",
+            field=f"{prefix}controller",
+        )
+    if policy.drafter.tree:
+        policy.drafter.tree.check(longest_draft(controller), f"{prefix}drafter.tree")
     if policy.drafter.kind == "none" and longest_draft(controller) > 0:
         raise UserError(
             f"{prefix}drafter none cannot serve controller {controller.kind}",
@@ -156,6 +171,27 @@ def _one(value: object, where: str) -> Policy:
         )
     check_variant(policy.verify_kv, policy.scoring_heads, policy.drafter, policy.draft_kv, prefix)
     return policy
+
+
+def _check_trees(variants: list[Policy], where: str, prefix: str) -> None:
+    """Raises UserError where trees are drafted and something needs attention rows, which their rounds do not keep.
+
+    And where keys are not on the device, on which those of the accepted path are moved.
+    """
+    drafting = [v for v in variants if longest_draft(v.controller) > 0]
+    if not any(v.drafter.tree for v in drafting):
+        return
+    if any(v.drafter.kind == "sparse_self" for v in drafting):
+        field = f"{prefix}drafter"
+        cause = f"{field} sparse_self scores keys by every round's attention, which rounds with drafter.tree leave out"
+        raise UserError(cause, "draft by eagle in every cell", field=field)
+    if not all(v.verify_kv.lossless for v in drafting):
+        field = f"{prefix}verify_kv.mode"
+        cause = f"{field} is 'partial', and {prefix}drafter.tree is verified over every key"
+        raise UserError(cause, "use mode full (or full_period 1), or leave tree out", field=field)
+    if where != "device":
+        cause = f"{prefix}kv.where is {where!r}, and {prefix}drafter.tree needs the target's keys on the device"
+        raise UserError(cause, "use device, or leave tree out", field=f"{prefix}kv.where")
 
 
 def plain_policy() -> Policy:

@@ -8,6 +8,7 @@ from specdial.engine.drafters.lookup import Lookup
 from specdial.engine.drafters.model import ModelDrafter
 from specdial.engine.drafters.quest import Quest
 from specdial.engine.drafters.sparse_self import SparseSelf
+from specdial.engine.drafters.tree import TreeEagle
 from specdial.engine.sequences import Sequences
 from specdial.policies.controllers import longest_draft
 from specdial.policies.schema import DraftKV, Policy
@@ -28,12 +29,18 @@ def model_drafter(sequences: Sequences, policy: Policy) -> ModelDrafter:
     return ModelDrafter(sequences, policy.drafter.model, heads=heads, most_drafts=most)
 
 
+def eagle_drafter(sequences: Sequences, policy: Policy) -> Eagle:
+    """A head that drafts chains or trees."""
+    name, tree = policy.drafter.model, policy.drafter.tree
+    return Eagle(sequences, name) if tree is None else TreeEagle(sequences, name, tree)
+
+
 DRAFTERS: dict[str, Callable[[Sequences, Policy], Drafter | HostDrafter]] = {
     "sparse_self": lambda s, p: SparseSelf(s, draft_kv_of(s, p), float8=p.drafter.weights == "fp8"),
     "model": model_drafter,
     "lookup": lambda s, p: Lookup(s, p.drafter.ngram),
     "quest": lambda s, p: Quest(s, draft_kv_of(s, p)),
-    "eagle": lambda s, p: Eagle(s, p.drafter.model),
+    "eagle": eagle_drafter,
 }
 
 

@@ -1,6 +1,6 @@
 """An EAGLE-3 head as a drafter: a chain of tokens, each step fed its own last output (see engine/head_reader).
 
-Leaves out trees of drafts. The distribution of a draft is zero outside the head's reduced vocabulary.
+Leaves out trees of drafts (drafters/tree). The distribution of a draft is zero outside the head's reduced vocabulary.
 """
 
 from collections.abc import Hashable

@@ -95,15 +95,15 @@ def target_taps(decoder, tokens, layers, attend):
 
 
 def sequences(decoder, head, *, prompts=PROMPTS, limits=LIMITS, stop=frozenset()):
-    capacity = max(len(p) for p in prompts) + max(limits) + 20
+    capacity = max(len(p) for p in prompts) + max(limits) + 60
     heads = {} if head is None else {"head": head}
     s = Sequences(decoder, capacity, len(prompts), history=None, backend="reference", heads=heads)
     s.prefill(prompts, limits, stop)
     return s
 
 
-def policy(controller="fixed", **more):
-    drafter = {"kind": "eagle", "model": "head"}
+def policy(controller="fixed", *, tree=None, **more):
+    drafter = {"kind": "eagle", "model": "head", "tree": tree}
     return policy_from_mapping({"drafter": drafter, "controller": CONTROLLERS[controller], **more})
 
 
@@ -157,6 +157,84 @@ def test_drafts_are_those_of_the_plain_restatement_however_rounds_fell(decoder, 
     assert compared > 30
 
 
+def best_tree(head, taps, committed, *, width, nodes, depth):
+    """{path: sum of log-probabilities} of the nodes that a tree should have, path by path from the restatement."""
+    proposed, beam = {}, {(): 0.0}
+    for _ in range(depth):
+        found = {}
+        for path, total in beam.items():
+            sure = torch.log_softmax(restated(head, taps, committed, path)[-1], -1).topk(width)
+            for value, place in zip(sure.values.tolist(), sure.indices.tolist()):
+                found[(*path, int(head.token_ids[place]))] = total + value
+        proposed |= found
+        beam = dict(sorted(found.items(), key=lambda item: -item[1])[:width])
+    return dict(sorted(proposed.items(), key=lambda item: -item[1])[:nodes])
+
+
+def test_a_tree_holds_the_best_paths_of_the_plain_restatement(decoder, head, make_attend):
+    """At the start and after rounds, whose keys and hidden states are those of an accepted path."""
+    s = sequences(decoder, head, prompts=PROMPTS[2:] + PROMPTS[:1], limits=[9, 9])
+    decoding = Decoding(s, policy(tree={"width": 3, "nodes": 9}), Sampling(), [0, 1])
+    deeper = 0
+    for _ in range(3):
+        for b, tree in enumerate(trees(decoding, 3)):
+            taps = target_taps(decoder, s.tokens[b][:-1], head.config.taps, make_attend())
+            want = best_tree(head, taps, s.tokens[b][1:], width=3, nodes=9, depth=3)
+            assert set(tree) == set(want)
+            deeper += sum(len(path) > 1 for path in tree)
+        decoding.decode_round()
+    assert deeper > 10
+
+
+def trees(decoding, depth):
+    """The paths of each sequence's next tree; nothing changes by asking."""
+    tree = decoding.drafters[0].grow(depth, decoding.state.signals)
+    assert (tree.parents[:, 1:] < torch.arange(1, tree.tokens.shape[1])).all(), "a parent comes first"
+    ancestors = tree.ancestors()
+    assert torch.equal(ancestors.sum(2) - 1, tree.depths)
+    for b, tokens in enumerate(tree.tokens.tolist()):
+        yield [tuple(tokens[i] for i in row.nonzero()[1:, 0].tolist()) for row in ancestors[b, 1:]]
+
+
+TREES = {
+    "narrow": ({"width": 3, "nodes": 7}, {}),
+    "wide": ({"width": 8, "nodes": 40}, {}),
+    "shallow": ({"width": 6, "nodes": 6}, {}),
+    "unpruned": ({"width": 2, "nodes": 60}, {}),
+    "corrected": ({"width": 4, "nodes": 12}, {"verify_kv": {"mode": "partial", "source": "recent", "full_period": 1}}),
+    "gaps": ({"width": 4, "nodes": 12}, {"cells": [SILENT]}),
+    "beside chains": (
+        {"width": 4, "nodes": 12},
+        {"cells": [{"overrides": {"drafter": {"tree": None}}, "to_context_tokens": 150}]},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_greedy_tokens_of_trees_equal_plain_ones(decoder, head, plain, name):
+    tree, more = TREES[name]
+    chosen = policy(tree=tree, **more)
+    assert chosen.lossless
+    tokens, rounds = decode(sequences(decoder, head), chosen)
+    assert tokens == plain
+    accepted = sum(int(r.accepted.sum()) for r in rounds)
+    assert accepted > 0
+    for r in rounds:
+        for b in np.flatnonzero(r.active):
+            assert r.drafts[b, : r.accepted[b]].tolist() == r.emitted[b][: r.accepted[b]]
+    if name == "wide":
+        chain = decode(sequences(decoder, head), policy())[1]
+        assert accepted > sum(int(r.accepted.sum()) for r in chain), "one draft is accepted less often than one of 8"
+
+
+def test_a_tree_of_width_one_is_the_chain(decoder, head):
+    chain, tree = (decode(sequences(decoder, head), policy(tree=t)) for t in (None, {"width": 1, "nodes": 8}))
+    assert tree[0] == chain[0]
+    played = [[(r.k.tolist(), r.accepted.tolist(), r.emitted) for r in rounds] for _, rounds in (chain, tree)]
+    assert played[0] == played[1]
+    assert np.allclose(*(rounds[0].signals.entropy_nats for _, rounds in (chain, tree)), atol=1e-4)
+
+
 @pytest.mark.parametrize("controller", CONTROLLERS)
 def test_greedy_tokens_equal_plain_ones(decoder, head, plain, controller):
     tokens, rounds = decode(sequences(decoder, head), policy(controller))
@@ -167,10 +245,10 @@ def test_greedy_tokens_equal_plain_ones(decoder, head, plain, controller):
 
 
 def test_a_stop_token_ends_a_sequence_inside_accepted_drafts(decoder, head, plain):
-    for at in (0, 5, 21):
+    for at, tree in ((0, None), (5, None), (21, None), (5, {"width": 8, "nodes": 40})):
         stop = plain[1][at]
         expected = [t[: t.index(stop) + 1] if stop in t else t for t in plain]
-        assert decode(sequences(decoder, head, stop=frozenset({stop})), policy())[0] == expected
+        assert decode(sequences(decoder, head, stop=frozenset({stop})), policy(tree=tree))[0] == expected
 
 
 def test_a_second_run_and_copies_draft_the_same(decoder, head):
@@ -206,6 +284,12 @@ def test_a_prompt_of_one_token_is_refused(decoder, head):
     s = sequences(decoder, head, prompts=[[1], [1, 2, 3]], limits=[4, 4])
     with pytest.raises(UserError, match="starts from two tokens"):
         Decoding(s, policy(), Sampling(), [0, 1])
+
+
+def test_a_tree_wider_than_the_heads_vocabulary_is_refused(decoder):
+    s = sequences(decoder, random_head(decoder, draft_vocab=5), prompts=[[1, 2]], limits=[4])
+    with pytest.raises(UserError, match=r"drafter\.tree\.width is 10, the head drafts 5 tokens; use at most 5"):
+        Decoding(s, policy(tree={}), Sampling(), [0])
 
 
 def test_the_folder_of_the_head_must_be_named():

@@ -21,6 +21,7 @@ CASES = {
     "fixed": {"controller": FIXED},
     "rate": {"controller": RATE},
     "gaps": {"controller": FIXED, "cells": [SILENT]},
+    "tree": {"controller": FIXED, "tree": {"width": 4, "nodes": 14}},
 }
 
 
@@ -38,7 +39,9 @@ def s(tiny_model):
 
 
 def policy(name):
-    return policy_from_mapping({"drafter": {"kind": "eagle", "model": "head"}, **CASES[name]})
+    case = dict(CASES[name])
+    drafter = {"kind": "eagle", "model": "head", "tree": case.pop("tree", None)}
+    return policy_from_mapping({"drafter": drafter, **case})
 
 
 def outcome(s, policy, sampling):
@@ -60,12 +63,13 @@ def test_captured_rounds_are_the_plain_calls_rounds(played, s, monkeypatch, name
     assert sum(sum(accepted) for _, accepted, _ in want[1]) > 0
 
 
-def test_rounds_started_before_the_last_one_is_read(played, s, monkeypatch):
-    want = outcome(s, policy("fixed"), Sampling())
+@pytest.mark.parametrize("name", ["fixed", "tree"])
+def test_rounds_started_before_the_last_one_is_read(played, s, monkeypatch, name):
+    want = outcome(s, policy(name), Sampling())
     s.graphs = played(s)
     monkeypatch.setattr(KVCache, "width", lambda self, block_tokens: self.capacity_tokens)  # as on a GPU
     s.rewind()
-    decoding = Decoding(s, policy("fixed"), Sampling(), [0, 1, 2])
+    decoding = Decoding(s, policy(name), Sampling(), [0, 1, 2])
     assert decoding._may_run_ahead()
     rounds = list(decoding.rounds())
     assert [list(t) for t in s.tokens] == want[0]

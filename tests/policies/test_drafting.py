@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from specdial.policies.drafting import Drafter, DraftKV
 from specdial.policies.errors import UserError
+from specdial.policies.fields import to_plain
 from specdial.policies.schema import policy_from_mapping
 
 FIXED = {"kind": "fixed", "k": 4}
@@ -89,3 +90,42 @@ def test_a_fraction_is_of_the_prompt_as_people_count():
     assert DraftKV(budget_frac=0.1, sink=4, recent=64, page=64).resolved(4000).budget == 448
     assert DraftKV(budget_frac=0.01, sink=4, recent=64).resolved(400).budget == 68
     assert DraftKV(budget=300).resolved(4000) == DraftKV(budget=300)
+
+
+EAGLE = {"kind": "eagle", "model": "head"}
+SELF = {"overrides": {"drafter": {"kind": "sparse_self"}}}
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"drafter": {"kind": "lookup", "tree": {}}}, "drafter.tree is Tree(width=10, nodes=60), which drafter lookup"),
+        ({"tree": {"width": 0}}, "drafter.tree.width is 0; use at least 1"),
+        ({"tree": {"nodes": 3}}, "drafter.tree.nodes is 3, a tree 4 deep (controller k) needs as many"),
+        ({"controller": {"kind": "rate"}}, "controller rate stops a chain of drafts, and drafter.tree drafts a tree"),
+        ({"cells": [SELF]}, "drafter sparse_self scores keys by every round's attention"),
+        ({"verify_kv": {"mode": "partial", "full_period": 2}}, "verify_kv.mode is 'partial', and drafter.tree"),
+        ({"kv": {"where": "host"}}, "kv.where is 'host', and drafter.tree needs"),
+    ],
+)
+def test_what_a_tree_does_not_go_with_is_refused_by_name(change, says):
+    drafter = change.pop("drafter", EAGLE | {"tree": change.pop("tree", {})})
+    with pytest.raises(UserError) as caught:
+        policy_from_mapping({"drafter": drafter, "controller": FIXED, **change})
+    assert str(caught.value).startswith(says)
+    assert caught.value.field == says.split(" ")[0]
+
+
+def test_a_tree_takes_room_for_all_it_verifies_or_drafts_on():
+    def slots(k, **tree):
+        return policy_from_mapping({"drafter": EAGLE | {"tree": tree}, "controller": {"kind": "fixed", "k": k}}).slots
+
+    assert [slots(k) for k in (1, 2, 7)] == [10, 60, 60]
+    assert slots(7, width=10, nodes=12) == 60
+    assert slots(3, width=1) == 3
+    assert policy_from_mapping({"drafter": EAGLE, "controller": FIXED}).slots == 4
+    with_tree = policy_from_mapping({"drafter": EAGLE | {"tree": {}}, "controller": FIXED})
+    assert with_tree.lossless
+    assert with_tree.k_max == 4
+    assert with_tree.drafter.label == "eagle/head/w10-n60"
+    assert policy_from_mapping(to_plain(with_tree)) == with_tree

@@ -10,6 +10,10 @@ FIXED = {"kind": "fixed", "k": 4}
 NAMES = {
     "fixed-k4-b512": {"controller": FIXED},
     "rate-k8-b256-lag": {"controller": {"kind": "rate", "lag": 1}, "draft_kv": {"budget": 256}},
+    "eagle-w4n9-fixed-k4-b512": {
+        "controller": FIXED,
+        "drafter": {"kind": "eagle", "model": "head", "tree": {"width": 4, "nodes": 9}},
+    },
     "lookup-fixed-k4-b512": {"controller": FIXED, "drafter": {"kind": "lookup"}},
     "fp8-fixed-k4-f0.05": {
         "controller": FIXED,

@@ -1,0 +1,105 @@
+"""A tree of drafts in a round: verified in one pass, then the accepted path becomes what a chain's round leaves.
+
+Rows of a tree stand at position length + depth, their keys at slot length + row, and a row sees its ancestors. The
+target chooses a token after each row, greedily or by drawing from its distribution, and the path goes on as long as a
+child is that token. Keys and hidden states of the path then move to where a chain has them.
+
+Drawing is exact whatever the drafts are, which are not random. It is recursive rejection sampling (Miao et al. 2024,
+SpecInfer; EAGLE-2) with certain proposals: that accepts sibling after sibling x with probability p(x) / (1 - p of those
+rejected), hence child x with p(x) in all, and otherwise draws from p without the children, which is a draw from p.
+"""
+
+from collections.abc import Collection
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from specdial.engine.acceptance import Judge
+from specdial.engine.cache import round_up
+from specdial.engine.drafters.tree import DraftTree
+from specdial.engine.head_reader import HeadReader, tap_buffers, taps_of
+from specdial.engine.prefill import ROW_MULTIPLE
+from specdial.engine.sampling import distribution, draw
+from specdial.engine.sequences import Block, Sequences
+from specdial.kernels.full_attention import full_attention
+from specdial.kernels.token_statistics import logit_statistics
+
+
+def verify_tree(s: Sequences, tree: DraftTree, readers: Collection[HeadReader]) -> Block:
+    """Full attention over everything cached for a tree, written behind the committed keys: a pass. Commits nothing.
+
+    readers: heads that are shown the hidden states. The block has no attention rows.
+    """
+    T = tree.tokens.shape[1]
+    more = 0 if s.cache.on_gpu else round_up(T, ROW_MULTIPLE) - T
+    tokens, depths = F.pad(tree.tokens, (0, more)), F.pad(tree.depths, (0, more))  # [B, T + more] each
+    ancestors = F.pad(tree.ancestors(), (0, 0, 0, more), value=True)  # [B, T + more, T]
+    width, taps = s.cache.width(T + more), tap_buffers(s.decoder, tokens.shape, readers)
+
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        s.cache.write(layer, k, v)
+        keys = s.cache.view(layer, width)
+        return full_attention(q, *keys, s.cache.lengths, backend=s.backend, ancestors=ancestors)[0]
+
+    hidden = s.decoder.forward(tokens, s.cache.lengths[:, None] + depths, attend, taps)
+    for reader in readers:
+        reader.see(taps_of(reader, taps))
+    return Block(s.decoder.logits(hidden)[:, :T], None)
+
+
+def follow(judge: Judge, tree: DraftTree, logits: Tensor) -> tuple[Tensor, Tensor, bool]:
+    """Walk down verified trees with logits [B, T, V]: a pass.
+
+    Returns the rows of the path and the target's choice after each, [B, K+1] both, the last row again where the path
+    has ended, and whether `state.accepted` is decided, which it is with synthetic acceptance only (that takes the first
+    child, as long as there is one). The path's drafts are put into the round's block as a chain's are, then -1, which
+    is no choice.
+    """
+    state, K = judge.state, tree.depth
+    lanes = torch.arange(state.batch, device=logits.device)
+    random = state.uniforms[:, state.most_drafts :]  # [B, most_drafts + 1]
+    tokens, row = tree.tokens[:, 1:], torch.zeros_like(lanes)  # [B, N], [B]
+    going, accepted = torch.ones_like(lanes, dtype=torch.bool), torch.zeros_like(lanes)  # [B] each
+    rows, choices = [row], []
+    greedy = judge.sampling.greedy
+    best = logit_statistics(logits.flatten(0, 1), backend=state.backend)[0].view(logits.shape[:2]) if greedy else None
+    for depth in range(K + 1):
+        children = (tree.parents[:, 1:] == row[:, None]) & going[:, None]  # [B, N]
+        if best is not None:
+            choice = best[lanes, row]  # [B]
+        else:
+            p = distribution(logits[lanes, row], judge.sampling)  # [B, V]
+            choice = draw(p, random[:, depth])
+            if depth < K:
+                state.accept_prob[:, depth] = (p.gather(1, tokens) * children).sum(dim=1)
+        choices.append(choice)
+        if depth == K:
+            break
+        if judge.synthetic:
+            children &= (random[:, depth] < state.acceptance[depth])[:, None]
+        else:
+            children &= tokens == choice[:, None]
+        going = children.any(dim=1)
+        node = children.to(torch.int8).argmax(dim=1)  # [B] the first
+        row = torch.where(going, node + 1, row)
+        accepted = accepted + going
+        state.block[:, depth + 1] = torch.where(going, tokens[lanes, node], -1)
+        rows.append(row)
+    if judge.synthetic:
+        state.accepted.copy_(accepted)
+    return torch.stack(rows, dim=1), torch.stack(choices, dim=1), bool(judge.synthetic)
+
+
+def straighten(s: Sequences, rows: Tensor, readers: Collection[HeadReader]) -> None:
+    """Let the rows [B, K+1] of a verified tree stand where a chain's do, in keys and in what readers saw: a pass.
+
+    No row of a path stands before its place in it, and all of them are read before one is written.
+    """
+    lanes = torch.arange(s.batch, device=rows.device)[:, None]  # [B, 1]
+    start = s.cache.lengths[:, None]  # [B, 1]
+    found, places = start + rows, start + torch.arange(rows.shape[1], device=rows.device)  # [B, K+1] each
+    for kept in (s.cache.k, s.cache.v):  # [L, B, Hk, S, D]
+        kept[:, lanes, :, places] = kept[:, lanes, :, found]
+    for reader in readers:
+        reader.follow(rows)
