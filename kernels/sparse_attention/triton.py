@@ -236,9 +236,9 @@ def plan(pairs: int, rows: int, keys: int, dtype: torch.dtype) -> SparseConfig:
     if dtype == torch.float32:  # for checking, not for speed: larger tiles or a merge would spill
         return SparseConfig(block_m=16, block_n=32, splits=1, warps=4, stages=2)
     block_m = min(64, max(16, triton.next_power_of_2(rows)))
-    block_n, stages = (128 if block_m == 16 else 64), 3
-    tiles = triton.cdiv(keys, block_n)
     room = max(1, PROGRAMS // (pairs * triton.cdiv(rows, block_m)))
+    block_n, stages = (64 if block_m > 16 or 2 <= room <= 4 else 128), 3  # 20 us a draft step of 28 layers at 32 pairs
+    tiles = triton.cdiv(keys, block_n)
     tiles_each = triton.cdiv(tiles, min(room, tiles, MAX_SPLITS))
     return SparseConfig(block_m, block_n, splits=triton.cdiv(tiles, tiles_each), warps=4, stages=stages)
 
