@@ -15,7 +15,7 @@ from specdial.engine.sequences import Sequences
 from specdial.engine.verification import Plan, verifications
 from specdial.policies.schema import policy_from_mapping
 
-PROMPTS = [np.random.default_rng(n).integers(0, 256, n).tolist() for n in (60, 130, 5)]
+PROMPTS = [np.random.default_rng(n).integers(0, 256, n).tolist() for n in (40, 72, 5)]
 PARTIAL = {"mode": "partial", "full_period": 3, "budget": 24, "sink": 2, "recent": 8}
 MODEL = {"drafter": {"kind": "model", "model": "draft"}}
 HEADS = {"target": [[0, 1], [1, 0], [1, 3]], "draft": [[0, 1], [0, 2]]}
@@ -39,7 +39,7 @@ def decoders(tiny_model):
 def verified(decoders, policy, backend):
     """Logits of a partial block, then of a full one that recomputes five rows, and what history says after it."""
     target, draft = decoders
-    s = Sequences(target, 160, 3, history=history_spec([policy]), backend=backend, companions={"draft": draft})
+    s = Sequences(target, 96, 3, history=history_spec([policy]), backend=backend, companions={"draft": draft})
     s.prefill(PROMPTS, [12, 12, 12])
     lookup = policy.drafter.kind == "lookup"
     drafter = make_drafter(s, policy)

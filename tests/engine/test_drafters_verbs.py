@@ -39,14 +39,21 @@ def drafters(tiny_checkpoint):
     }
 
 
+@pytest.fixture(scope="module")
+def plain(tiny, tmp_path_factory):
+    """The output of plain decoding."""
+    out = tmp_path_factory.mktemp("plain")
+    record.run({**tiny, "policy": {"drafter": {"kind": "none"}}, "out": str(out)})
+    return read_trace(out).outputs["token_id"].to_pylist()
+
+
 @pytest.mark.parametrize("name", ["lookup", "model", "quest"])
 @pytest.mark.parametrize("batch", [1, 2])
-def test_recordings_hold_the_plain_output_and_name_the_drafter(tiny, drafters, tmp_path, name, batch):
-    record.run({**tiny, "policy": {"drafter": {"kind": "none"}}, "out": str(tmp_path / "plain")})
+def test_recordings_hold_the_plain_output_and_name_the_drafter(tiny, drafters, plain, tmp_path, name, batch):
     policy = {"controller": FIXED, **drafters[name]}
     record.run({**tiny, "policy": policy, "batch": batch, "out": str(tmp_path / "t")})
     trace = read_trace(tmp_path / "t")
-    assert trace.outputs["token_id"].to_pylist() == read_trace(tmp_path / "plain").outputs["token_id"].to_pylist()
+    assert trace.outputs["token_id"].to_pylist() == plain
     assert trace.meta["arms"][0]["drafter"] == drafters[name]["drafter"]
     assert list(trace.meta.get("draft_models", {})) == ([policy["drafter"]["model"]] if name == "model" else [])
     assert sum(trace.rounds["k"].to_pylist()) > 0

@@ -173,16 +173,16 @@ def test_a_full_round_leaves_what_one_full_pass_over_the_committed_tokens_leaves
     while not s.done.any():
         played = decoding.decode_round()
         seen += 1
-        expected = one_pass(s)
+        expected = one_pass(s) if played.mode == "full" or not bitten else None
         assert played.mode == ("full" if seen % period == 0 else "partial")
         assert played.rounds_since_full == seen % period
         if played.mode == "full":
             assert_same_cache(s, expected.cache.k, expected.cache.v)
             if s.history is not None:
                 assert torch.allclose(s.history.scores(), expected.history.scores(), atol=2e-4)
-        else:
+        elif expected is not None:
             length = int(s.cache.host_lengths[1])
-            bitten |= not torch.allclose(s.cache.k[:, 1, :, :length], expected.cache.k[:, 1, :, :length], atol=2e-3)
+            bitten = not torch.allclose(s.cache.k[:, 1, :, :length], expected.cache.k[:, 1, :, :length], atol=2e-3)
     assert seen >= period, "there was a full round"
     assert bitten, "partial rounds left other keys"
 
@@ -199,18 +199,18 @@ def test_partial_rounds_leave_history_alone(models):
     assert not torch.equal(s.history.ring, before)
 
 
-@pytest.mark.parametrize("name", SOURCES)
-@pytest.mark.parametrize("period", [0, 3])
+@pytest.mark.parametrize(
+    ("name", "period"), [*((name, 3) for name in SOURCES), ("recent", 0), ("history", 0), ("hybrid", 0)]
+)
 def test_a_ragged_batch_equals_each_sequence_alone(models, name, period):
     """Corrections are as wide as the most that any sequence needs, and must not touch the others."""
-    controllers = ["fixed"] if policy(name).drafter.kind == "lookup" else ["fixed", "entropy"]
-    for controller in controllers:
-        one = policy(name, full_period=period, controller=controller)
-        texts, limits = prompts(*RAGGED[0]), RAGGED[1]
-        alone = [decode(sequences(models, [one], [p], [n]), one)[0][0] for p, n in zip(texts, limits)]
-        tokens, rounds = decode(sequences(models, [one], texts, limits), one)
-        assert tokens == alone
-        assert not rounds[-1].active.all()
+    controller = "fixed" if policy(name).drafter.kind == "lookup" or period == 0 else "entropy"
+    one = policy(name, full_period=period, controller=controller)
+    texts, limits = prompts(*RAGGED[0]), RAGGED[1]
+    alone = [decode(sequences(models, [one], [p], [n]), one)[0][0] for p, n in zip(texts, limits)]
+    tokens, rounds = decode(sequences(models, [one], texts, limits), one)
+    assert tokens == alone
+    assert not rounds[-1].active.all()
 
 
 @pytest.mark.parametrize("name", ["recent", "history", "heads", "hybrid", "page_bound"])
@@ -236,7 +236,7 @@ def test_the_same_decoding_again_is_the_same(models):
     """What lasts from one decoding to the next decides nothing."""
     for name in SOURCES:
         one = policy(name, full_period=3)
-        s = sequences(models, [one], prompts(60, 131), [30, 30])
+        s = sequences(models, [one], prompts(60, 131), [16, 16])
         first = decode(s, one)[0]
         decode(s, PLAIN)
         assert decode(s, one)[0] == first, name

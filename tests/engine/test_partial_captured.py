@@ -85,7 +85,8 @@ def outcome(s, policy):
 @pytest.mark.parametrize("name", SOURCES)
 def test_captured_rounds_are_the_plain_calls_rounds(sharing, make, monkeypatch, name, period):
     monkeypatch.setattr(KVCache, "width", lambda self, block_tokens: self.capacity_tokens)  # as on a GPU
-    for controller in (FIXED,) if name == "heads" else (FIXED, RATE):
+    controllers = (FIXED, RATE) if period else (RATE,)
+    for controller in (FIXED,) if name == "heads" else controllers:
         policy = made(name, controller, period)
         s = make(policy)
         want = outcome(s, policy)

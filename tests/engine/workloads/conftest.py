@@ -1,8 +1,11 @@
 """Two tokenizers small enough to check by hand: bytes with a begin mark, and words without one."""
 
 import re
+from functools import cache
 
 import pytest
+
+from specdial.engine.workloads import running_text
 
 BEGIN_ID = 256
 
@@ -41,6 +44,17 @@ class WordTokenizer:
 
     def chat(self, messages):
         return self.encode(" ".join(m["content"] for m in messages))
+
+
+@pytest.fixture(scope="session")
+def library():
+    return cache(running_text.stdlib)
+
+
+@pytest.fixture(autouse=True)
+def library_read_once(library, monkeypatch):
+    """Python's library is read from disk by one test alone; a list of its own each time, since builders shuffle it."""
+    monkeypatch.setattr(running_text, "stdlib", lambda: list(library()))
 
 
 @pytest.fixture(params=[ByteTokenizer, WordTokenizer], ids=["bytes", "words"])
