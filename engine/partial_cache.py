@@ -50,6 +50,7 @@ class KeptInPlace:
         self.counts = torch.zeros(B, dtype=torch.int32, device=device)  # [B]
         self.tail_start = torch.zeros(B, dtype=torch.int64, device=device)  # [B]
         self._lengths = self.tail_start  # [B] of the pass under way
+        self._fresh = False  # does it select?
         self._workspace: SparseWorkspace | None = None
 
     def take(self, counts: Tensor, tail_start: Tensor) -> None:
@@ -60,19 +61,20 @@ class KeptInPlace:
     def fill(self, layer: int, indices: Tensor) -> None:
         """See KeptKeys."""
         self.indices[layer] = indices
+        self._fresh = True
 
     def begin(self, lengths: Tensor, rows: int) -> None:
         """See KeptKeys."""
-        self._lengths, self._workspace = lengths, None
+        self._lengths, self._workspace, self._fresh = lengths, None, False
 
     def attend(self, layer: int, q: Tensor) -> Tensor:
-        """See KeptKeys. Indices may be of the kernel before this one."""
+        """See KeptKeys."""
         k, v = self.cache.layer(layer)
         if self._workspace is None and self.backend == "triton":
             self._workspace = workspace_for(q, k, self.indices[layer], page=self.page)
         return sparse_attention(
             q, k, v, self.indices[layer], self.counts, tail_start=self.tail_start, lengths=self._lengths,
-            backend=self.backend, page=self.page, workspace=self._workspace, fresh=True,
+            backend=self.backend, page=self.page, workspace=self._workspace, fresh=self._fresh,
         )  # fmt: skip
 
 
