@@ -11,6 +11,8 @@ from specdial.policies.placement import DEVICE, KV, Variant, check_placement
 from specdial.policies.verification import NO_HEADS, ScoringHeads, VerifyKV, check_variant, check_variants
 
 SCHEMA = "specdial/policy/1"
+MOST_BATCH = 1 << 20
+MOST_CELLS = 1000  # every one of them is a policy of its own
 
 __all__ = [
     "KV",
@@ -33,10 +35,10 @@ class Cell:
     """Overrides inside a range of (context, batch): from_context <= context < to_context, the same for batch."""
 
     overrides: dict[str, Any]
-    from_context_tokens: int = setting(0, low=0)
-    to_context_tokens: int | None = setting(None, low=1)
-    from_batch: int = setting(1, low=1)
-    to_batch: int | None = setting(None, low=2)
+    from_context_tokens: int = setting(0, low=0, high=MOST_KEYS)
+    to_context_tokens: int | None = setting(None, low=1, high=MOST_KEYS)
+    from_batch: int = setting(1, low=1, high=MOST_BATCH)
+    to_batch: int | None = setting(None, low=2, high=MOST_BATCH)
 
     def check(self, where: str) -> None:
         for name, low, high in (
@@ -64,6 +66,7 @@ class Policy:
     """One policy. `cells` override parts of it by context and batch; the first that covers a round wins.
 
     expected, measured, provenance: what was predicted, what was then seen, and where from; they change no decision.
+    expected.tuned_on, where it is there, is what `drift` compares with (simulator.tuned_on); it has its own version.
     """
 
     name: str = "unnamed"
@@ -115,6 +118,9 @@ def policy_from_mapping(value: object, where: str = "") -> Policy:
     """Build and check a policy. Raises UserError naming the field at fault."""
     policy = _one(value, where)
     prefix = f"{where}." if where else ""
+    if len(policy.cells) > MOST_CELLS:
+        cause = f"{prefix}cells has {len(policy.cells)} entries"
+        raise UserError(cause, f"use at most {MOST_CELLS}", field=f"{prefix}cells")
     variants = []
     for i, cell in enumerate(policy.cells):
         cell.check(f"{prefix}cells[{i}]")

@@ -16,7 +16,7 @@ from specdial.policies.controllers import CONTROLLERS
 from specdial.policies.errors import UserError
 from specdial.policies.fields import to_plain
 from specdial.policies.file import MAX_BYTES, dump_policy, load_policy, parse_policy, policy_digest, save_policy
-from specdial.policies.schema import SCHEMA, Policy, policy_from_mapping
+from specdial.policies.schema import MOST_CELLS, SCHEMA, Policy, policy_from_mapping
 
 BUILTIN = sorted((Path(policies.__file__).parent / "builtin").glob("*.yaml"))
 CONF = Path(policies.__file__).parents[1] / "conf"
@@ -197,6 +197,9 @@ def test_the_conf_group_knows_every_kind():
         ("budget: 512", "budget: -1", "draft_kv.budget is -1 (line 10); use at least 1"),
         ("budget: 512", "budget: 60", "draft_kv.budget is 60, smaller than sink + recent = 68 (line 10)"),
         ("sink: 4", "sink: 600", "draft_kv.budget is 512, smaller than sink + recent = 664 (line 10)"),
+        ("text_tokens: 100\n", "text_tokens: 99999999\n", "cells[0].from_context_tokens is 99999999 (line 13); use at"),
+        ("text_tokens: 100\n", "text_tokens: -1\n", "cells[0].from_context_tokens is -1 (line 13); use at least 0"),
+        ("from_context_tokens: 100\n", "to_batch: 1048577\n", "cells[0].to_batch is 1048577 (line 13); use at most"),
         ("- from_context_tokens: 100\n", "- from_context: 1\n", "unknown field cells[0].from_context (line 13)"),
         ("  overrides:\n    controller", "  x:\n    controller", "unknown field cells[0].x (line 14)"),
         ("  overrides:\n    controller: {kind: none}\n", "", "cells[0].overrides is missing (line 13)"),
@@ -317,6 +320,12 @@ def test_a_prediction_of_other_decisions_is_refused():
         parse_policy(dump_policy(stamped))
     good = replace(stamped, provenance={"policy_digest": policy_digest(stamped)})
     assert parse_policy(dump_policy(good)) == good
+
+
+def test_cells_without_end_are_refused():
+    cells = "".join("- overrides: {}\n" for _ in range(MOST_CELLS + 1))
+    with pytest.raises(UserError, match=rf"cells has {MOST_CELLS + 1} entries \(line 3\); use at most {MOST_CELLS}"):
+        parse_policy(f"schema: {SCHEMA}\nname: many\ncells:\n{cells}")
 
 
 def test_billions_of_laughs_are_refused(tmp_path):
