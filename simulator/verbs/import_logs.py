@@ -32,15 +32,16 @@ from specdial.simulator.importers.traces import About, write_requests
 class Settings:
     """Settings of `import`.
 
-    format: of importers.IMPORTERS. source: a file, or a folder where the format has one. model, drafter: what ran, so
-    that costs and acceptance find together; a drafter's kind, model and ngram. batch: sequences that decoded together.
-    documents: at most so many. kv_bytes_per_token: of the model, 0 unknown. trace: a recording to put in a mix.
+    format: of importers.IMPORTERS. source: a file, or a folder where the format has one. model_name, drafter: what ran,
+    so that costs and acceptance find together; a drafter's kind, model and ngram. batch: sequences that decoded
+    together. documents: at most so many. kv_bytes_per_token: of the model, 0 unknown. trace: a recording to put in a
+    mix.
     """
 
     format: str
     source: str
     out: str
-    model: str = "imported"
+    model_name: str = "imported"
     drafter: dict[str, Any] = field(default_factory=dict)
     batch: int = setting(1, low=1, high=1 << 20)
     documents: int = setting(256, low=1, high=100_000)
@@ -58,7 +59,7 @@ def run(settings: dict[str, Any]) -> dict[str, Any]:
     if s.trace is not None and kind != "mix":
         raise UserError(f"trace is given, which format {s.format} does not use", "it is for mooncake and azure")
     about = About(
-        s.format, Path(s.source).name, s.model, _drafter(s.drafter), s.batch, s.kv_bytes_per_token, s.hardware
+        s.format, Path(s.source).name, s.model_name, _drafter(s.drafter), s.batch, s.kv_bytes_per_token, s.hardware
     )
     found = read(Path(s.source))
     out = Path(s.out)

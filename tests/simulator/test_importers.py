@@ -95,7 +95,7 @@ def times(path, *, k_us=450.0):
 
 def test_detailed_logs_replay_to_the_very_rounds_that_ran(logged, tmp_path):
     found, path = logged()
-    told = import_logs.run({"format": "vllm", "source": path, "model": "m", "out": str(tmp_path / "t")})
+    told = import_logs.run({"format": "vllm", "source": path, "model_name": "m", "out": str(tmp_path / "t")})
     trace = read_trace(tmp_path / "t")
     assert (told["requests"], told["skipped"], told["exact"], told["k"]) == (8, 1, True, 4)
     assert told["tokens"] == sum(tokens - 1 for _, _, tokens in found)
@@ -125,7 +125,7 @@ def test_where_rounds_are_not_known_even_the_logged_k_is_modelled(logged, tmp_pa
 
 def test_k_is_tuned_from_logs_and_step_times_alone(logged, tmp_path, capsys):
     _, path = logged(accept=0.6, requests=16)
-    shared = {"model": "m", "drafter": {"kind": None, "model": "small", "ngram": None}}
+    shared = {"model_name": "m", "drafter": {"kind": None, "model": "small", "ngram": None}}
     import_logs.run({"format": "vllm", "source": path, "out": str(tmp_path / "t"), **shared})
     source = times(tmp_path / "times.csv")
     told = import_logs.run({"format": "step_times", "source": source, "out": str(tmp_path / "c"), **shared})
