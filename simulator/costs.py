@@ -11,18 +11,23 @@ import numpy as np
 import numpy.typing as npt
 
 from specdial.engine.trace.reader import CostTable, Trace
-from specdial.engine.trace.schema import OPS, PLAIN
-from specdial.policies.schema import policy_from_mapping
-from specdial.simulator.measured import BATCH, CONTEXT, CostRefusedError, Measured, leave_one_out
+from specdial.engine.trace.schema import FULL, OPS, PARTIAL, PLAIN
+from specdial.engine.trace.sources import policy_source
+from specdial.policies.schema import Policy, policy_from_mapping
+from specdial.simulator.measured import BATCH, CONTEXT, CostRefusedError, K, Measured, leave_one_out
 from specdial.simulator.physics import AXES, fit_physics
 
 Floats = npt.NDArray[np.float64]
 USUAL = "sparse_self"
 
 
-def operation(op: str, drafter: str = USUAL) -> str:
-    """What an operation of a drafter's rounds is called: draft, draft (lookup). Plain steps have no drafter."""
-    return op if op == "plain" or drafter == USUAL else f"{op} ({drafter})"
+def operation(op: str, drafter: str = USUAL, source: str = "") -> str:
+    """What an operation of a drafter's rounds is called: draft, draft (lookup), verify_partial (lookup) [history].
+
+    source: of rounds of policies that verify partially, see engine.trace.sources. Plain steps have neither.
+    """
+    name = op if op == "plain" or drafter == USUAL else f"{op} ({drafter})"
+    return f"{name} [{source}]" if source else name
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,15 +42,15 @@ class CostModel:
     source: str
     own_rounds: bool = False
     plain_gbps: float | None = None
-    _seen: dict[tuple[str, str, int, int, int, float], tuple[float, bool]] = field(default_factory=dict)
+    _seen: dict[tuple[str, str, str, int, int, int, float], tuple[float, bool]] = field(default_factory=dict)
 
     @classmethod
     def from_table(cls, table: CostTable) -> "CostModel":
         """Costs as calibrated."""
         column = {name: table.rows[name].to_numpy().astype(np.float64) for name in (*AXES, "median_us")}
         ops = np.array(table.rows["op"].to_pylist())
-        drafters = table.rows["drafter"].to_pylist()
-        names = np.array([operation(op, drafter) for op, drafter in zip(ops.tolist(), drafters, strict=True)])
+        whose = zip(ops.tolist(), table.rows["drafter"].to_pylist(), table.rows["source"].to_pylist(), strict=True)
+        names = np.array([operation(op, drafter, source) for op, drafter, source in whose])
         points = np.stack([column[name] for name in AXES], axis=1)
         measured = {
             str(name): Measured.of(op, points[names == name], column["median_us"][names == name])
@@ -63,18 +68,21 @@ class CostModel:
         """Costs as the trace's own rounds took them: medians by (mode, batch, k), constant over the recorded contexts.
 
         They cover the recorded policy's drafter and budget and, without plain rounds, no baseline. A budget that is a
-        fraction of the prompt is taken at the mean prompt.
+        fraction of the prompt is taken at the mean prompt. Of rounds that verify partially no moment tells the choice
+        of keys from reading them, nor corrections from full verification: there are no costs of corrections.
         """
         rounds = {
             name: trace.rounds[name].to_numpy().astype(np.float64)
             for name in trace.rounds.column_names
             if name != "mode"
         }
-        plain = np.array(trace.rounds["mode"].to_pylist()) == PLAIN
+        modes = np.array(trace.rounds["mode"].to_pylist())
+        plain = modes == PLAIN
         contexts = rounds["context_tokens"]
         policy = policy_from_mapping(dict(trace.meta["policy"]), "meta.json policy")
         prompt_tokens = round(float(np.mean([d["prompt_tokens"] for d in trace.meta["documents"]])))
         budget = float(policy.draft_kv.resolved(prompt_tokens).budget if policy.drafter.reads_selection else 0)
+        source, keys = _recorded_source(policy)
         rows: dict[str, list[tuple[float, float, float, float, float]]] = {}
 
         def add(op: str, budget: float, k: float, batch: float, values_us: Floats) -> None:
@@ -87,26 +95,41 @@ class CostModel:
                 add("plain", 0.0, 0.0, batch, total[plain & mine])
             for k in np.unique(rounds["k"][mine & ~plain]):
                 chosen = mine & ~plain & (rounds["k"] == k)
-                add("verify", 0.0, k, batch, rounds["verify_us"][chosen])
-                add("host", 0.0, k, batch, rounds["host_us"][chosen])
+                for mode, op, budget_read in ((FULL, "", 0.0), (PARTIAL, "_partial", keys)):
+                    if (here := chosen & (modes == mode)).any():
+                        add(f"verify{op}", budget_read, k, batch, rounds["verify_us"][here])
+                        add(f"host{op}", 0.0, k, batch, rounds["host_us"][here])
                 if k > 0:
                     add("draft", budget, k, batch, rounds["draft_us"][chosen] / k)
                     add("select", budget, k, batch, rounds["select_us"][chosen])
+            if (mine & (modes == PARTIAL)).any():
+                add("select_partial", keys, 0.0, batch, np.zeros(1))
         bounds = (float(contexts.min()), float(contexts.max()))
         measured = {}
         for op, found in rows.items():
             array = np.array(found)
             fitted = fit_physics(op, array[:, :4], array[:, 4])
-            measured[operation(op, policy.drafter.label)] = Measured(op, array[:, :4], array[:, 4], fitted, bounds)
+            measured[operation(op, policy.drafter.label, source)] = Measured(
+                op, array[:, :4], array[:, 4], fitted, bounds
+            )
         return cls(measured, trace.meta, f"the rounds of {trace.path}", own_rounds=True)
 
     def at(
-        self, op: str, context_tokens: float, batch: int, k: int = 0, budget: int = 0, drafter: str = USUAL
+        self,
+        op: str,
+        context_tokens: float,
+        batch: int,
+        k: int = 0,
+        budget: int = 0,
+        drafter: str = USUAL,
+        *,
+        source: str = "",
     ) -> tuple[float, bool]:
-        """(microseconds, extrapolated) of one operation in a round of this drafter. Raises CostRefusedError."""
-        key = (op, drafter, batch, k, budget, context_tokens)
+        """(microseconds, extrapolated) of one operation in a round of this drafter, under policies that verify from
+        this source. Raises CostRefusedError."""
+        key = (op, drafter, source, batch, k, budget, context_tokens)
         if key not in self._seen:
-            name = operation(op, drafter)
+            name = operation(op, drafter, "" if op == "plain" else source)
             if name not in self.measured:
                 raise CostRefusedError(f"there is no measurement of {name} in {self.source}")
             self._seen[key] = self.measured[name].at(np.array([batch, budget, k, context_tokens], np.float64))
@@ -138,6 +161,16 @@ class CostModel:
         """Every measured context length: between two neighbours all costs are linear in context."""
         return sorted({float(c) for measured in self.measured.values() for c in measured.points[:, CONTEXT]})
 
+    def refresh_rows(self) -> list[float]:
+        """Every number of recomputed rows that was timed."""
+        timed = [m.points[:, K] for m in self.measured.values() if m.op == "refresh"]
+        return sorted({float(k) for ks in timed for k in ks})
+
+    @property
+    def recomputed_multiple(self) -> int:
+        """Corrections recompute multiples of so many rows."""
+        return int(self.meta.get("recomputed_multiple", 1))
+
     def batches(self) -> list[int]:
         """Every measured batch size."""
         return sorted({int(b) for measured in self.measured.values() for b in measured.points[:, BATCH]})
@@ -154,6 +187,12 @@ class CostModel:
             self.at(op, float(x), batch, int(y), int(z))[0] for x, y, z in zip(c.flat, ks.flat, b.flat, strict=True)
         ]
         return np.array(values, np.float64).reshape(c.shape)
+
+
+def _recorded_source(policy: Policy) -> tuple[str, float]:
+    """Under which source a recorded policy's rounds are filed, and the keys that its partial ones read."""
+    lossy = [v for v in policy.variants() if not v.verify_kv.lossless]
+    return policy_source(policy), float(lossy[0].verify_kv.keys.budget if lossy else 0)
 
 
 __all__ = ["CostModel", "CostRefusedError", "operation"]

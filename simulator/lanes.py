@@ -15,6 +15,7 @@ from specdial.policies.errors import UserError
 from specdial.policies.fields import parse, to_plain
 from specdial.policies.file import policy_digest
 from specdial.policies.schema import Drafter, DraftKV, policy_from_mapping
+from specdial.simulator.fidelity import Model
 
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
@@ -50,6 +51,8 @@ class Record:
     signals: name -> [K, cells] float32. run: [cells] leading drafts that matched. depths: [cells] drafts recorded,
     depth 1 on. complete: [arms] every draft any round could ask for, up to K, is there.
     accept_prob: [K, cells] when decoding was sampled, else None. policy_digest: of the policy that was recorded.
+    fidelity: what probes say of partial verification, None without any. log_luck: [rows] log of a uniform draw a place,
+    that partial verification thins acceptance by; None until `with_luck`.
     """
 
     trace: Trace
@@ -63,6 +66,8 @@ class Record:
     complete: Bools
     accept_prob: npt.NDArray[np.float32] | None
     policy_digest: str
+    fidelity: Model | None = None
+    log_luck: npt.NDArray[np.float64] | None = None
 
     @property
     def sampled(self) -> bool:
@@ -127,8 +132,9 @@ def read_record(trace: Trace) -> Record:
     run = np.cumprod(match & have, axis=0, dtype=np.int64).sum(axis=0)
     complete = _complete(documents, depths.reshape(-1, max(len(arms), 1)), k_max)
     return Record(
-        trace, documents, arms, k_max, signals, match, run, depths, complete, accept_prob, recorded_digest(trace)
-    )
+        trace, documents, arms, k_max, signals, match, run, depths, complete, accept_prob, recorded_digest(trace),
+        Model.of(trace),
+    )  # fmt: skip
 
 
 def _normal_arm(trace: Trace, place: int) -> dict[str, Any]:

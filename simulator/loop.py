@@ -13,6 +13,7 @@ import numpy.typing as npt
 from specdial.policies.controllers import Controller, Signals, draft_limit, make_controller
 from specdial.policies.schema import Policy
 from specdial.simulator.lanes import SIGNALS, Documents, Record
+from specdial.simulator.schedule import Schedule, Verified
 
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
@@ -32,7 +33,7 @@ READS: dict[str, tuple[str, ...]] = {
 class Step:
     """One round of every sequence, arrays [sequences]; k, accepted and emitted are 0 where not active.
 
-    missing: the policy drafted further than the record knows.
+    missing: the policy drafted further than the record knows. verified: over which keys, None if no policy is lossy.
     """
 
     context_tokens: Ints
@@ -42,6 +43,7 @@ class Step:
     emitted: Ints
     active: Bools
     missing: Bools
+    verified: Verified | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +82,8 @@ def rounds(
     """Yield one Step after another until every sequence has its recorded output; sequences are policy-major.
 
     arms[p][v]: index of the recorded arm that variant v of policy p drafts with (any, where it never drafts).
-    documents are taken in consecutive groups of `batch`, which only the cells of a policy can feel here.
+    documents are taken in consecutive groups of `batch`, which only the cells of a policy can feel here. Partial
+    verification accepts what full verification would, thinned by the fidelity model where the record has draws for it.
     """
     count = len(documents)
     start, end, requested, offset = (
@@ -89,6 +92,10 @@ def rounds(
     )
     blocks = _blocks(record, policies, arms, count)
     cells = _Cells.of(policies, count, batch)
+    thinning = None if record.log_luck is None else record.fidelity
+    lossy = any(not policy.lossless for policy in policies)
+    schedule = Schedule(policies, count, thinning) if lossy else None
+    verified: Verified | None = None
     position = start.copy()
     width = max(len(record.arms), 1)
     while True:
@@ -118,11 +125,19 @@ def rounds(
                 k[block.sequence[live]] = drafted[live]
                 arm_cell[block.sequence[live]] = cell[live]
         accepted = np.minimum(record.run.take(arm_cell), k)
+        if schedule is not None:
+            verified = schedule.next(variant)
+            if thinning is not None and record.log_luck is not None:
+                accepted = np.minimum(
+                    accepted, schedule.survives(verified, variant, record.log_luck[first_cell // width])
+                )
         emitted = np.where(active, np.minimum(accepted + 1, end - position), 0)
         for block, live in zip(blocks, lives, strict=True):
             if live.any():
                 block.controller.observe(k[block.sequence], accepted[block.sequence], block.signals, live)
-        yield Step(position, variant, k, accepted, emitted, active, record.depths.take(arm_cell) < k)
+        yield Step(position, variant, k, accepted, emitted, active, record.depths.take(arm_cell) < k, verified)
+        if schedule is not None and verified is not None:
+            schedule.note(verified, emitted)
         position = position + emitted
 
 

@@ -72,7 +72,7 @@ class Measured:
 
     def _has_meaning(self, axis: int) -> bool:
         """k and budget are 0 throughout where the operation does not depend on them."""
-        if self.op == "verify" and axis == K:
+        if self.op in ("verify", "verify_partial", "refresh") and axis == K:
             return True
         return axis in (BATCH, CONTEXT) or bool((self.points[:, axis] != 0).any())
 

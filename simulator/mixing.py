@@ -34,6 +34,12 @@ def drawn(record: Record, seed: int) -> Record:
     return replace(record, match=match, run=run)
 
 
+def with_luck(record: Record, seed: int) -> Record:
+    """The record with a draw at every place, that partial verification thins acceptance by."""
+    rows = int((record.documents.end - record.documents.start).sum())
+    return replace(record, log_luck=np.log(1.0 - np.random.default_rng((seed, 3)).random(rows)))
+
+
 def with_budgets(record: Record, wanted: Sequence[tuple[int, int, int]], seed: int) -> Record:
     """Append one arm for each (lower arm, upper arm, budget between theirs). Raises ValueError outside them."""
     if not wanted:

@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from specdial.policies.fields import to_plain
 from specdial.policies.schema import Policy
+from specdial.simulator.fidelity import Fidelity
 from specdial.simulator.support import Level
 
 Floats = npt.NDArray[np.float64]
@@ -36,7 +37,7 @@ class Outcome:
     alpha: accepted / drafted. gamma: draft time per token / verification time. k: drafts per round, mean.
     low, high: 95 % bootstrap interval of speedup, None for a single unit. breakdown: microseconds per token by term.
     kv_bytes_per_token: key and value bytes read per emitted token. extrapolated_frac: share of the time that lies
-    outside the measured costs. documents: which ones carried it.
+    outside the measured costs. documents: which ones carried it. fidelity: of a lossy policy, where probes say it.
     """
 
     policy: Policy
@@ -60,6 +61,7 @@ class Outcome:
     breakdown: dict[str, float] | None = None
     kv_bytes_per_token: float | None = None
     extrapolated_frac: float | None = None
+    fidelity: Fidelity | None = None
     unit_us: Floats | None = None  # [units] time of each document, or batch of documents
     round_log: Rounds | None = None
 

@@ -7,12 +7,12 @@ import numpy as np
 import numpy.typing as npt
 
 from specdial.engine.trace.reader import Trace
-from specdial.engine.trace.schema import PLAIN
+from specdial.engine.trace.schema import PARTIAL, PLAIN
 from specdial.policies.file import policy_digest
 from specdial.policies.schema import Policy
 from specdial.simulator.lanes import Record
 from specdial.simulator.outcome import Rounds
-from specdial.simulator.pricing import TERMS
+from specdial.simulator.pricing import TERMS, VERIFY, VERIFY_PARTIAL
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -31,11 +31,12 @@ def own_time_us(trace: Trace, log: Rounds, unit_of: dict[int, int], units: int) 
     unit_of: document -> unit. Members of a batch share a round's time, so it counts once, at its longest.
     """
     columns = {name: trace.rounds[name].to_numpy() for name in trace.rounds.column_names if name != "mode"}
-    plain = np.array(trace.rounds["mode"].to_pylist()) == PLAIN
+    mode = np.array(trace.rounds["mode"].to_pylist())
     mine = np.isin(columns["doc"], np.unique(log.doc))
-    columns, plain = {name: column[mine] for name, column in columns.items()}, plain[mine]
+    columns, mode = {name: column[mine] for name, column in columns.items()}, mode[mine]
     order = np.lexsort((columns["round"], columns["doc"]))
-    columns, plain = {name: column[order] for name, column in columns.items()}, plain[order]
+    columns, mode = {name: column[order] for name, column in columns.items()}, mode[order]
+    plain, partial = mode == PLAIN, mode == PARTIAL
     for name in ("doc", "context_tokens", "k", "accepted", "emitted"):
         if not np.array_equal(columns[name], getattr(log, name)):
             return None
@@ -43,6 +44,7 @@ def own_time_us(trace: Trace, log: Rounds, unit_of: dict[int, int], units: int) 
     terms = np.zeros((len(times), len(TERMS)))
     terms[:, :4] = np.where(plain[:, None], 0.0, times)
     terms[:, 4] = np.where(plain, times.sum(axis=1), 0.0)
+    terms[partial, VERIFY_PARTIAL], terms[partial, VERIFY] = terms[partial, VERIFY], 0.0
     unit = np.array([unit_of[int(doc)] for doc in columns["doc"]])
     longest = np.zeros((units, int(log.round.max()) + 1, len(TERMS)))
     np.maximum.at(longest, (unit, log.round), terms)

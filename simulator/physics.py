@@ -35,19 +35,20 @@ class Physics:
 def physical_terms(op: str, points: Floats) -> Floats:
     """[n, 4] terms: 1, keys read by the batch, query rows, rows x keys.
 
-    Draft reads `budget` keys, or the whole context where it has no budget; other operations read the context.
+    Draft and partial verification read `budget` keys, or the whole context where there is no budget; other operations
+    read the context.
 
-    Draft and select count one token and one choice; a verification has k + 1 rows a sequence.
+    Draft and select count one token and one choice; a verification has k + 1 rows a sequence, a correction k.
     """
     batch, budget, k, context = points.T
-    rows = batch * (k + 1.0) if op == "verify" else batch
-    if op == "draft":
+    rows = {"verify": batch * (k + 1.0), "verify_partial": batch * (k + 1.0), "refresh": batch * k}.get(op, batch)
+    if op in ("draft", "verify_partial"):
         keys = np.where(budget > 0.0, np.minimum(budget, context), context)
-    elif op == "host":
+    elif op in ("host", "host_partial"):
         keys = np.zeros_like(context)
     else:
         keys = context
-    extra = batch * k if op == "host" else rows
+    extra = batch * k if op in ("host", "host_partial") else rows
     return np.stack([np.ones_like(batch), batch * keys, extra, rows * keys], axis=1)
 
 

@@ -3,7 +3,8 @@
 Costs are piecewise linear in context between the measured contexts, so splitting each round between its two
 neighbouring knots loses nothing, and pricing a million rounds is one bincount. A budget that is a fraction of the
 prompt gives every unit of documents a setting of its own. The bins are by unit, so each is priced at its own prompt, or
-at the longest where documents decode as a batch, as the engine takes it. Leaves out where rounds come from.
+at the longest where documents decode as a batch, as the engine takes it. Rounds that verify partially have settings of
+their own; what full rounds recompute after them is binned and priced by rows. Leaves out where rounds come from.
 """
 
 from dataclasses import dataclass
@@ -11,12 +12,14 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from specdial.engine.trace.sources import policy_source
 from specdial.policies.schema import Policy
 from specdial.simulator.costs import CostModel, CostRefusedError
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
-TERMS = ("draft", "verify", "select", "host", "plain")
+TERMS = ("draft", "verify", "select", "host", "plain", "verify_partial", "refresh")
+DRAFT, VERIFY, SELECT, HOST, PLAIN, VERIFY_PARTIAL, REFRESH = range(len(TERMS))
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +30,8 @@ class Setting:
     rounds that one selection serves, 0 for one chosen at prefill, which no round pays for. tail_tokens: keys read
     beside it because they were committed since: half the output where it was chosen at prefill, their mean over the
     rounds, else taken as none. page: keys that share a summary (quest), else 0.
+    source: the label of a lossy policy's partial verification, "" for a lossless policy. verified_keys: keys that this
+    variant's partial rounds verify over. partial: of those rounds, not of its full ones.
     """
 
     plain: bool
@@ -36,25 +41,32 @@ class Setting:
     refresh_rounds: int = 1
     tail_tokens: int = 0
     page: int = 0
+    source: str = ""
+    verified_keys: int = 0
+    partial: bool = False
 
     @classmethod
-    def of(cls, policy: Policy, variant: Policy, prompt_tokens: int, output_tokens: int = 0) -> "Setting":
-        """The setting of one variant (cell) of a policy for documents of this many tokens."""
+    def of(
+        cls, policy: Policy, variant: Policy, prompt_tokens: int, output_tokens: int = 0, *, partial: bool = False
+    ) -> "Setting":
+        """The setting of one variant (cell) of a policy, or of its partial rounds, for documents of so many tokens."""
         if policy.k_max == 0:
             return cls(plain=True, k_max=0)
         drafter, kv = variant.drafter, variant.draft_kv.resolved(prompt_tokens)
         if drafter.kind == "none":  # a cell that does not draft verifies as the rest of its policy does
             drafter = next(v.drafter for v in policy.variants() if v.k_max > 0)
-        if not drafter.reads_selection:
-            return cls(plain=False, k_max=policy.k_max, drafter=drafter.label)
+        reads = drafter.reads_selection
         return cls(
             plain=False,
             k_max=policy.k_max,
             drafter=drafter.label,
-            budget=kv.budget,
-            refresh_rounds=kv.refresh_rounds,
-            tail_tokens=output_tokens // 2 if kv.refresh_rounds == 0 else 0,
+            budget=kv.budget if reads else 0,
+            refresh_rounds=kv.refresh_rounds if reads else 1,
+            tail_tokens=output_tokens // 2 if reads and kv.refresh_rounds == 0 else 0,
             page=kv.page if drafter.kind == "quest" else 0,
+            source=policy_source(policy),
+            verified_keys=variant.verify_kv.keys.budget if partial else 0,
+            partial=partial,
         )
 
     def draft_keys(self, context_tokens: Floats) -> Floats:
@@ -64,6 +76,10 @@ class Setting:
     def draft_kv_tokens(self, context_tokens: Floats) -> Floats:
         """The same as cached tokens of keys and values; a page's summary is a smallest and a largest key, one token."""
         return self.draft_keys(context_tokens) + (context_tokens / self.page if self.page else 0.0)
+
+    def verify_kv_tokens(self, context_tokens: Floats) -> Floats:
+        """Cached tokens of keys and values that a verification reads at each context."""
+        return np.minimum(self.verified_keys, context_tokens) if self.partial else context_tokens
 
 
 def depends_on_document(policy: Policy) -> bool:
@@ -84,6 +100,18 @@ class PriceTable:
     reason: str | None
 
 
+@dataclass(frozen=True, slots=True)
+class RefreshTable:
+    """Microseconds that a full round recomputing rows takes beyond one that recomputes none: [rows, knots].
+
+    extrapolated: [rows, knots] outside the measurements; reason: why some are refused, None where all are known.
+    """
+
+    cost_us: Floats
+    extrapolated: npt.NDArray[np.bool_]
+    reason: str | None
+
+
 def knots_for(costs: CostModel, low_tokens: float, high_tokens: float) -> Floats:
     """Contexts at which to tabulate: the measured ones in between and the ends of the wanted range."""
     inner = [c for c in costs.contexts() if low_tokens < c < high_tokens]
@@ -97,17 +125,37 @@ def tabulate(costs: CostModel, setting: Setting, batch: int, knots: Floats) -> P
     refused, reason = np.zeros(shape[1:], np.bool_), None
     for k in range(setting.k_max + 1):
         for i, context in enumerate(knots.tolist()):
-            for term, (op, times, op_k) in enumerate(_round(setting, k)):
+            for term, op, times, op_k, budget in _round(setting, k):
                 if not times:
                     continue
                 try:
-                    value, extra = costs.at(op, context, batch, op_k, _budget(setting, op), setting.drafter)
+                    value, extra = costs.at(op, context, batch, op_k, budget, setting.drafter, source=setting.source)
                 except CostRefusedError as error:
                     refused[k, i], reason = True, reason or str(error)
                     continue
-                cost_us[term, k, i] = times * value
-                extrapolated_us[term, k, i] = times * value * extra
+                cost_us[term, k, i] += times * value
+                extrapolated_us[term, k, i] += times * value * extra
     return PriceTable(cost_us, extrapolated_us, refused, reason)
+
+
+def rows_for(costs: CostModel, most: int) -> Floats:
+    """Numbers of recomputed rows at which to tabulate: none, the measured ones and the most there can be."""
+    return np.array(sorted({0.0, *(rows for rows in costs.refresh_rows() if rows < most), float(most)}))
+
+
+def tabulate_refresh(costs: CostModel, setting: Setting, batch: int, knots: Floats, rows: Floats) -> RefreshTable:
+    """Price every (rows, knot) of what a lossy policy's full rounds recompute; nothing is recomputed for nothing."""
+    shape = len(rows), len(knots)
+    cost_us, extrapolated, reason = np.zeros(shape), np.zeros(shape, np.bool_), None
+    for r, wanted in enumerate(rows.tolist()):
+        for i, context in enumerate(knots.tolist() if wanted else ()):
+            try:
+                cost_us[r, i], extrapolated[r, i] = costs.at(
+                    "refresh", context, batch, round(wanted), 0, setting.drafter, source=setting.source
+                )
+            except CostRefusedError as error:
+                reason = reason or str(error)
+    return RefreshTable(cost_us, extrapolated, reason)
 
 
 def plain_time_us(costs: CostModel, start: Ints, end: Ints) -> float:
@@ -134,28 +182,42 @@ class Bins:
     def empty(cls, units: int, settings: int, k_max: int, knots: Floats) -> "Bins":
         return cls(np.zeros((units, settings, k_max + 1, len(knots))), knots)
 
-    def add(self, unit: Ints, setting: Ints, k: Ints, context_tokens: Floats) -> None:
-        """Count rounds, all arguments [n]."""
+    def add(self, unit: Ints, setting: Ints, k: Ints, context_tokens: Floats, weight: Floats | float = 1.0) -> None:
+        """Count rounds, all arguments [n], as `weight` each."""
         _, settings, ks, width = self.counts.shape
         base = ((unit * settings + setting) * ks + k) * width
         flat = self.counts.reshape(-1)
         if width == 1:
-            flat += np.bincount(base, minlength=flat.size)
+            flat += np.bincount(base, weights=np.broadcast_to(weight, base.shape), minlength=flat.size)
             return
         upper = np.clip(np.searchsorted(self.knots, context_tokens), 1, width - 1)
         share = (context_tokens - self.knots[upper - 1]) / (self.knots[upper] - self.knots[upper - 1])
-        flat += np.bincount(base + upper, weights=share, minlength=flat.size)
-        flat += np.bincount(base + upper - 1, weights=1.0 - share, minlength=flat.size)
+        flat += np.bincount(base + upper, weights=weight * share, minlength=flat.size)
+        flat += np.bincount(base + upper - 1, weights=weight * (1.0 - share), minlength=flat.size)
+
+    def add_rows(self, unit: Ints, setting: Ints, rows: Floats, context_tokens: Floats, grid: Floats) -> None:
+        """Count rounds by recomputed rows, of which `grid` are the bins in place of k; split between neighbours."""
+        upper = np.clip(np.searchsorted(grid, rows), 1, len(grid) - 1)
+        share = (rows - grid[upper - 1]) / (grid[upper] - grid[upper - 1])
+        self.add(unit, setting, upper, context_tokens, share)
+        self.add(unit, setting, upper - 1, context_tokens, 1.0 - share)
 
 
-def _budget(setting: Setting, op: str) -> int:
-    """The budget at which an operation was, or would have been, measured."""
-    return {"draft": setting.budget + setting.tail_tokens, "select": setting.budget}.get(op, 0)
-
-
-def _round(setting: Setting, k: int) -> tuple[tuple[str, float, int], ...]:
-    """(operation, how often, its k) of a round, in the order of TERMS."""
+def _round(setting: Setting, k: int) -> tuple[tuple[int, str, float, int, int], ...]:
+    """(place in TERMS, operation, how often, its k, its budget) of what a round is made of."""
     if setting.plain:
-        return (("draft", 0, 0), ("verify", 0, 0), ("select", 0, 0), ("host", 0, 0), ("plain", 1, 0))
+        return ((PLAIN, "plain", 1, 0, 0),)
     selects = 1.0 / setting.refresh_rounds if setting.refresh_rounds and k else 0.0
-    return (("draft", k, k), ("verify", 1, k), ("select", selects, k), ("host", 1, k), ("plain", 0, 0))
+    drafting = (
+        (DRAFT, "draft", k, k, setting.budget + setting.tail_tokens),
+        (SELECT, "select", selects, k, setting.budget),
+    )
+    if not setting.partial:
+        return (*drafting, (VERIFY, "verify", 1, k, 0), (HOST, "host", 1, k, 0))
+    keys = setting.verified_keys
+    return (
+        *drafting,
+        (SELECT, "select_partial", 1, 0, keys),
+        (VERIFY_PARTIAL, "verify_partial", 1, k, keys),
+        (HOST, "host_partial", 1, k, 0),
+    )

@@ -10,18 +10,20 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow.compute as pc
 
 from specdial.engine.trace.reader import Trace
+from specdial.engine.trace.schema import PARTIAL
 from specdial.policies.errors import UserError
 from specdial.policies.schema import Policy
 from specdial.simulator.costs import CostModel, CostRefusedError
 from specdial.simulator.imputation import imputed
 from specdial.simulator.lanes import Documents, Record, read_record
-from specdial.simulator.mixing import drawn, with_budgets
+from specdial.simulator.mixing import drawn, with_budgets, with_luck
 from specdial.simulator.outcome import Outcome, Rounds, bootstrap_interval
 from specdial.simulator.own_time import own_time_us, was_recorded
-from specdial.simulator.pricing import PriceTable, Setting, knots_for, plain_time_us
-from specdial.simulator.summary import Frame, Tables, price_tables, summarise
+from specdial.simulator.pricing import Setting, knots_for, plain_time_us, rows_for
+from specdial.simulator.summary import Frame, Known, Tables, price_tables, summarise
 from specdial.simulator.support import Support, support
 from specdial.simulator.tally import Units, tally
 
@@ -51,9 +53,10 @@ def replay(
     frame = _frame(record, costs, split, batch)
     knots = knots_for(costs, float(frame.documents.start.min()), float(frame.documents.end.max()))
     job = _Job(record, costs, batch, frame, knots, keep_rounds)
-    groups: dict[tuple[str, ...], list[int]] = {}
+    groups: dict[tuple[bool, tuple[str, ...]], list[int]] = {}
     for i, policy in enumerate(policies):
-        groups.setdefault(tuple(v.controller.kind for v in policy.variants()), []).append(i)
+        kinds = tuple(v.controller.kind for v in policy.variants())
+        groups.setdefault((policy.lossless, kinds), []).append(i)
     width = max(CHUNK_SEQUENCES // len(job.frame.documents), 1)
     outcomes: dict[int, Outcome] = {}
     for members in groups.values():
@@ -94,7 +97,10 @@ def _judge(record: Record, policies: Sequence[Policy], batch: int, seed: int) ->
         replace(j, arms=tuple(a if mix is None else place[mix] for a, mix in zip(j.arms, j.between, strict=True)))
         for j in judged
     ]
-    return with_budgets(imputed(record, seed), wanted, seed), renamed
+    complete = with_budgets(imputed(record, seed), wanted, seed)
+    lossy = any(not policy.lossless for policy in policies)
+    recorded_lossy = PARTIAL in pc.unique(record.trace.rounds["mode"]).to_pylist()  # its acceptance is thinned already
+    return (with_luck(complete, seed) if lossy and not recorded_lossy else complete), renamed
 
 
 def _documents(record: Record, split: str | None) -> Documents:
@@ -120,7 +126,8 @@ def _frame(record: Record, costs: CostModel, split: str | None, batch: int) -> F
     prompt_tokens = np.array([documents.start[part].max() for part in parts])
     output_tokens = np.array([round(float((documents.end - documents.start)[part].mean())) for part in parts])
     kv_bytes = float(record.trace.meta["model"]["kv_bytes_per_token"])
-    return Frame(documents, units, base, kv_bytes, prompt_tokens, output_tokens)
+    rows = rows_for(costs, int((documents.end - documents.start).max()) + costs.recomputed_multiple)
+    return Frame(documents, units, base, kv_bytes, prompt_tokens, output_tokens, rows, record.fidelity)
 
 
 def _with_intervals(outcomes: list[Outcome], frame: Frame, resamples: int, seed: int) -> list[Outcome]:
@@ -137,7 +144,7 @@ def _with_intervals(outcomes: list[Outcome], frame: Frame, resamples: int, seed:
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """What all chunks of one replay share. priced: price tables by setting and batch size, as far as needed."""
+    """What all chunks of one replay share. priced: price tables, as far as needed."""
 
     record: Record
     costs: CostModel
@@ -145,7 +152,7 @@ class _Job:
     frame: Frame
     knots: Floats
     keep_rounds: bool
-    priced: dict[tuple[Setting, int], PriceTable] = field(default_factory=dict)
+    priced: Known = field(default_factory=Known)
 
     def run(self, policies: list[Policy], judged: list[Support]) -> list[Outcome]:
         """Outcomes without intervals of policies that share their controller kinds."""
@@ -171,6 +178,8 @@ class _Job:
             units=self.frame.units,
             knots=self.knots,
             logged=range(len(live)) if self.keep_rounds else own,
+            rows=self.frame.rows,
+            multiple=self.costs.recomputed_multiple,
         )
         for place, i in enumerate(live):
             own_us = self._own_us(found.logs[place]) if place in own else None

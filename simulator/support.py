@@ -1,14 +1,17 @@
 """What a record can say about a policy: exactly, by a model, or nothing, and why.
 
 exact: greedy decoding, a lossless policy, its drafter and selection recorded, no draft longer than recorded; or the
-very policy that was recorded. modelled: sampled decoding (acceptance drawn from recorded probabilities), a budget
+very policy that was recorded. modelled: every lossy policy (its text is its own, so what it accepts there is taken from
+the recorded text: thinned by what probes say where full verification was recorded, as it stands where the same
+selection was); sampled decoding (acceptance drawn from recorded probabilities), a budget
 between recorded ones, a selection kept for several rounds (what it holds then depends on how rounds fall, which no
 dense record can show: acceptance is taken from the arm that chooses anew every round), or another policy on a sparse
 trace. refused: everything else; the reason names the setting.
 """
 
+import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -17,7 +20,7 @@ import pyarrow.compute as pc
 from specdial.engine.trace.schema import PARTIAL
 from specdial.policies.fields import parse, to_plain
 from specdial.policies.file import policy_digest
-from specdial.policies.schema import Drafter, Policy
+from specdial.policies.schema import Drafter, Policy, policy_from_mapping
 from specdial.simulator.imputation import can_impute
 from specdial.simulator.lanes import Record
 
@@ -39,12 +42,49 @@ class Support:
 
 def support(record: Record, policy: Policy, batch: int = 1) -> Support:
     """Judge one policy against a record, documents decoding `batch` at a time."""
-    if not policy.lossless:
-        return _refused("it is lossy: what a partial verification accepts was not recorded, validate measures it")
     if policy.kv.where == "host":
         return _refused("its keys live in host memory, and costs are of keys on the device: validate measures it")
-    if PARTIAL in pc.unique(record.trace.rounds["mode"]).to_pylist():
+    partial = PARTIAL in pc.unique(record.trace.rounds["mode"]).to_pylist()
+    if not policy.lossless:
+        return _lossy(record, policy, batch, recorded=partial)
+    if partial:
         return _refused("the trace holds partially verified rounds, which accept what other policies would not")
+    return _drafted(record, policy, batch)
+
+
+def _lossy(record: Record, policy: Policy, batch: int, *, recorded: bool) -> Support:
+    """recorded: the record's own rounds verify partially."""
+    lossy = [variant for variant in policy.variants() if not variant.verify_kv.lossless]
+    if recorded:
+        own = policy_from_mapping(dict(record.trace.meta["policy"]), "meta.json policy")
+        known = {_verified(variant) for variant in own.variants() if not variant.verify_kv.lossless}
+        if any(_verified(variant) not in known for variant in lossy):
+            return _refused("the trace's partially verified rounds read another selection: record with probes=true")
+        said = "it is lossy: it accepts what the recorded rounds of the same selection accepted, on their text"
+    else:
+        if record.fidelity is None:
+            return _refused(
+                "it is lossy: what a partial verification accepts was not recorded; record with probes=true, or "
+                "validate measures it"
+            )
+        lacking = next((why for variant in lossy if (why := record.fidelity.lacks(variant))), None)
+        if lacking is not None:
+            return _refused(f"it is lossy: {lacking}")
+        said = "it is lossy: it accepts what full verification accepted on the recorded text, thinned by probes"
+    drafted = _drafted(record, policy, batch)
+    if drafted.level == "refused":
+        return drafted
+    return replace(drafted, level="modelled", reason="; ".join(filter(None, (said, drafted.reason))))
+
+
+def _verified(variant: Policy) -> str:
+    """What two partial verifications share that accept alike: all but the full period."""
+    kv = to_plain(replace(variant.verify_kv, full_period=0), complete=True)
+    return json.dumps([kv, to_plain(variant.scoring_heads)], sort_keys=True)
+
+
+def _drafted(record: Record, policy: Policy, batch: int) -> Support:
+    """Judge what a policy drafts, as if every round were verified in full."""
     meta = record.trace.meta
     if not meta["dense"] and record.policy_digest == policy_digest(policy):
         variants = len(policy.variants())  # a sparse record files all of its own drafts under arm 0

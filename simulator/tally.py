@@ -44,20 +44,66 @@ class Units:
 
 @dataclass(frozen=True, slots=True)
 class Tally:
-    """Sums of a chunk: per policy [policies], the binned rounds of each (policy, unit), and round logs where asked."""
+    """Sums of a chunk: per policy [policies], the binned rounds of each (policy, unit), and round logs where asked.
+
+    Settings of bins: of a chunk with a lossy policy 2 * variant, and one more for its partial rounds; else the variant.
+    """
 
     rounds: Ints
     drafted: Ints
     accepted: Ints
     emitted: Ints
     missing: Bools
-    bins: Bins  # counts [policies * units, variants, k, knots]
+    bins: Bins  # counts [policies * units, settings, k, knots]
     logs: dict[int, Rounds]
+    lossy: "Lossy | None" = None
 
     def counts_of(self, place: int) -> Floats:
-        """[units, variants, k, knots] binned rounds of one policy."""
-        units = len(self.bins.counts) // len(self.rounds)
-        return self.bins.counts[place * units : (place + 1) * units]
+        """[units, settings, k, knots] binned rounds of one policy."""
+        return self._of(place, self.bins)
+
+    def refreshes_of(self, place: int) -> Floats | None:
+        """[units, variants, rows, knots] binned corrections of one policy, None if none of the chunk is lossy."""
+        return None if self.lossy is None else self._of(place, self.lossy.refreshes)
+
+    def setting_of(self, variant: int, *, partial: bool) -> int:
+        """Which setting of the bins holds a variant's rounds."""
+        return variant if self.lossy is None else 2 * variant + partial
+
+    def _of(self, place: int, bins: Bins) -> Floats:
+        units = len(bins.counts) // len(self.rounds)
+        return bins.counts[place * units : (place + 1) * units]
+
+
+@dataclass(frozen=True, slots=True)
+class Lossy:
+    """What lossy policies leave beside: corrections by recomputed rows, of which `rows` are the bins, in place of k.
+
+    emitted: [policies, variants, ages] tokens by rounds since full verification, 0 in full rounds.
+    """
+
+    refreshes: Bins
+    rows: Floats
+    multiple: int
+    emitted: Floats
+
+    def add(self, step: Step, shape: tuple[int, int], units: Units, batch: int) -> None:
+        """Count one round of every sequence."""
+        found = step.verified
+        if found is None:
+            return
+        policies, documents = shape
+        policy = np.repeat(np.arange(policies), documents)
+        _, variants, ages = self.emitted.shape
+        place = (policy * variants + step.variant) * ages + found.since_full
+        counts = np.bincount(place, weights=step.emitted, minlength=self.emitted.size)
+        self.emitted[...] += counts.reshape(self.emitted.shape)
+        recomputed = np.where(step.active, found.recomputed, 0).reshape(shape)
+        rows = units.largest(recomputed).reshape(-1)
+        rows = -(-rows // self.multiple) * self.multiple
+        unit = np.flatnonzero(rows > 0)
+        _, setting, _, context = _by_unit(step, shape, units, batch)
+        self.refreshes.add_rows(unit, setting[unit] // 2, rows[unit].astype(np.float64), context[unit], self.rows)
 
 
 def tally(
@@ -69,13 +115,24 @@ def tally(
     units: Units,
     knots: Floats,
     logged: Sequence[int] = (),
+    rows: Floats | None = None,
+    multiple: int = 1,
 ) -> Tally:
-    """Simulate every policy to the end of every document. logged: places in `policies` whose rounds are kept."""
+    """Simulate every policy to the end of every document. logged: places in `policies` whose rounds are kept.
+
+    rows, multiple: bins of recomputed rows, and whole multiples of what are recomputed, where a policy is lossy.
+    """
     shape = (len(policies), len(documents))
     batch = int(units.sizes[0])
     variants = max(len(policy.cells) + 1 for policy in policies)
     k_max = max(policy.k_max for policy in policies)
-    bins = Bins.empty(len(policies) * len(units.first), variants, k_max, knots)
+    lossy: Lossy | None = None
+    if any(not policy.lossless for policy in policies):
+        grid = np.array([0.0, 1.0]) if rows is None else rows
+        longest = int((documents.end - documents.start).max())
+        refreshes = Bins.empty(len(policies) * len(units.first), variants, len(grid) - 1, knots)
+        lossy = Lossy(refreshes, grid, multiple, np.zeros((len(policies), variants, longest + 1)))
+    bins = Bins.empty(len(policies) * len(units.first), variants * (1 if lossy is None else 2), k_max, knots)
     sums = {name: np.zeros(shape[0] * shape[1], np.int64) for name in ("rounds", "k", "accepted", "emitted")}
     missing = np.zeros(shape[0] * shape[1], np.bool_)
     dense = bool(record.complete.all())
@@ -90,6 +147,8 @@ def tally(
         if not dense:
             missing |= step.missing
         held.append(_by_unit(step, shape, units, batch))
+        if lossy is not None:
+            lossy.add(step, shape, units, batch)
         if len(held) >= flush_after:
             _flush(held, bins)
         for place, log in kept.items():
@@ -104,15 +163,17 @@ def tally(
         missing=np.asarray(missing.reshape(shape).any(axis=1)),
         bins=bins,
         logs={place: _sorted_log(log, documents) for place, log in kept.items()},
+        lossy=lossy,
     )
 
 
 def _by_unit(step: Step, shape: tuple[int, int], units: Units, batch: int) -> tuple[Bools, Ints, Ints, Floats]:
-    """(active, variant, k, context) of each batch's round, [policies * units]."""
+    """(active, setting of bins, k, context) of each batch's round, [policies * units]."""
+    setting = step.variant if step.verified is None else 2 * step.variant + step.verified.partial
     if batch == 1:
-        return step.active, step.variant, step.k, step.context_tokens.astype(np.float64)
+        return step.active, setting, step.k, step.context_tokens.astype(np.float64)
     active = np.logical_or.reduceat(step.active.reshape(shape), units.first, axis=1)
-    variant = step.variant.reshape(shape)[:, units.first]
+    variant = setting.reshape(shape)[:, units.first]
     k = units.largest(step.k.reshape(shape))
     context = units.mean(step.context_tokens.reshape(shape))
     return active.reshape(-1), variant.reshape(-1), k.reshape(-1), context.reshape(-1)

@@ -1,0 +1,78 @@
+"""Which rounds verify partially, and what they leave to correct: the engine's schedule for many sequences at once.
+
+A round is partial where its variant verifies partially and the full period is not up; a full one recomputes what
+partial rounds committed since the last. Leaves out what any of it costs (pricing) and what is accepted then: chances
+of that come from the fidelity model, one draw a place of the text, the same for every policy.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from specdial.policies.schema import Policy
+from specdial.simulator.fidelity import Model
+
+Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
+Bools = npt.NDArray[np.bool_]
+OLDEST = 64  # rounds since full from which on acceptance is taken as constant
+
+
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """How one round of every sequence verifies, arrays [sequences]; rounds_since_full counts this one, 0 when full."""
+
+    partial: Bools
+    since_full: Ints
+    recomputed: Ints
+
+
+class Schedule:
+    """Counts of `count` documents under each policy, sequences policy-major."""
+
+    def __init__(self, policies: Sequence[Policy], count: int, model: Model | None) -> None:
+        """model: thins what full verification accepts; None leaves acceptance as recorded."""
+        most = max(len(policy.variants()) for policy in policies)
+        shape = len(policies), most
+        self._policy = np.repeat(np.arange(len(policies)), count)  # [sequences]
+        self._partial, self._period = np.zeros(shape, np.bool_), np.ones(shape, np.int64)
+        self._corrects = np.zeros(len(policies), np.bool_)
+        self._log_kept = np.zeros((*shape, OLDEST + 1))
+        for p, policy in enumerate(policies):
+            for v, variant in enumerate(policy.variants()):
+                kv = variant.verify_kv
+                self._partial[p, v], self._period[p, v] = kv.mode == "partial", kv.full_period
+                self._corrects[p] |= kv.mode == "partial" and kv.full_period > 0
+                selection = None if model is None else model.of_variant(variant)
+                if selection is not None:
+                    kept = selection.kept(kv.keys.budget, OLDEST)
+                    self._log_kept[p, v] = np.log(np.maximum(kept, 1e-9))
+        self._since = np.zeros(len(self._policy), np.int64)
+        self._uncorrected = np.zeros(len(self._policy), np.int64)
+
+    def next(self, variant: Ints) -> Verified:
+        """The round to come. variant: [sequences] index of the policy's variant in force."""
+        p = self._policy
+        period = self._period[p, variant]
+        partial = self._partial[p, variant] & ((period == 0) | (self._since + 1 < period))
+        self._since = np.where(partial, self._since + 1, 0)
+        recomputed = np.where(partial, 0, self._uncorrected)
+        self._uncorrected = np.where(partial, self._uncorrected, 0)
+        return Verified(partial, self._since, recomputed)
+
+    def survives(self, verified: Verified, variant: Ints, log_luck: Floats) -> Ints:
+        """[sequences] leading drafts that a partial round accepts of those that a full one would.
+
+        log_luck: log of a uniform draw for each sequence's place: each draft is kept with one chance, so the number of
+        leading ones is geometric.
+        """
+        log_kept = self._log_kept[self._policy, variant, np.minimum(verified.since_full, OLDEST)]
+        with np.errstate(divide="ignore", invalid="ignore"):
+            leading = np.where(log_kept < 0.0, log_luck / log_kept, np.inf)
+        return np.minimum(np.floor(leading), 1 << 20).astype(np.int64)
+
+    def note(self, verified: Verified, emitted: Ints) -> None:
+        """The round committed so many tokens of each sequence."""
+        self._uncorrected += np.where(verified.partial & self._corrects[self._policy], emitted, 0)
