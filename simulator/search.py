@@ -20,7 +20,7 @@ from specdial.policies.errors import UserError
 from specdial.policies.file import policy_digest
 from specdial.policies.schema import Policy
 from specdial.simulator.axes import Axis, Range
-from specdial.simulator.objectives import Goal, Metrics, front, hypervolume, measured_metrics
+from specdial.simulator.objectives import METRICS, Goal, Metrics, front, hypervolume, measured_metrics
 from specdial.simulator.outcome import Outcome
 from specdial.simulator.samplers import BATCH, GENERATION, make_sampler, set_violations
 from specdial.simulator.space import Point, Space
@@ -76,9 +76,11 @@ def search(
     space: Space,
     evaluate: Evaluate,
     plan: Plan,
-    on_trials: Callable[[int], None] = lambda done: None,
+    on_trials: Callable[[int, str], None] = lambda done, best: None,
 ) -> Found:
-    """Work on the study until its trials are done, by this worker or others. on_trials: told how many more are."""
+    """Work on the study until its trials are done, by this worker or others. on_trials: told how many more are,
+    and the best of the first objective so far, in words.
+    """
     in_turn = {"batch": space.search.batches} if len(space.search.batches) > 1 else {}
     shared.study.sampler = make_sampler(plan.sampler, plan.seed, in_turn)
     shared.queue(plan.given)
@@ -87,13 +89,23 @@ def search(
         shared.recover()
         trials = shared.trials()
         done = {root_of(trial) for trial in trials if is_done(trial)}
-        on_trials(len(done) - known)
+        on_trials(len(done) - known, best_so_far(trials, plan.goal))
         known = len(done)
         limit = _limit(trials, plan)
         if len(done) >= limit:
             return found(trials, plan)
         if not worker.generation(trials, limit):
             time.sleep(WAIT_S)
+
+
+def best_so_far(trials: Sequence[FrozenTrial], goal: Goal) -> str:
+    """The first objective of the best trial whose bounds hold, as in "best speedup 1.08"; empty before there is one."""
+    name = goal.objectives[0]
+    metrics = [trial.user_attrs[REPLAY]["metrics"] for trial in trials if is_done(trial)]
+    values = [value for found in metrics if goal.feasible(found) and (value := found[name]) is not None]
+    if not values:
+        return ""
+    return f"best {name} {min(values, key=lambda value: METRICS[name].sign * value):.4g}"
 
 
 def found(trials: Sequence[FrozenTrial], plan: Plan) -> Found:

@@ -1,10 +1,8 @@
 """Tables for people. Lossless and lossy policies carry their label in every table."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 
-from rich.progress import Progress
 from rich.table import Table
 
 from specdial.policies.console import table_console
@@ -114,14 +112,6 @@ def print_surface(corners: Sequence[Corner]) -> None:
 def corner_text(corner: Corner | None) -> str:
     """k (speedup), starred where extrapolated, a dash where the costs are unknown."""
     return "-" if corner is None else f"{corner.k} ({corner.speedup:.2f}){'*' if corner.extrapolated else ''}"
-
-
-@contextmanager
-def trial_bar(trials: int) -> Iterator[Callable[[int], None]]:
-    """A progress bar over trials on a terminal, nothing elsewhere; yields what to call with each batch finished."""
-    with Progress(console=table_console(), transient=True, disable=not table_console().is_terminal) as bar:
-        task = bar.add_task("trials", total=trials)
-        yield lambda count: bar.advance(task, count)
 
 
 def print_costs(costs: CostModel) -> None:

@@ -19,7 +19,7 @@ from specdial.engine.fidelity import Fidelity, check_greedy, measure_fidelity, p
 from specdial.engine.job import Job, ModelSettings, describe, hardware, history_spec, load_job
 from specdial.engine.loop import Decoding
 from specdial.engine.probing import Probing, arms_meta, probe_arms, record_probes
-from specdial.engine.progress import progress
+from specdial.engine.progress import Pace, progress, watched
 from specdial.engine.recorder import Recorder
 from specdial.engine.sampling import Sampling
 from specdial.engine.trace.writer import TraceWriter
@@ -97,7 +97,8 @@ def run(settings: Mapping[str, Any], job: Job | None = None) -> dict[str, Any]:
         sequences = batches.prefilled(group)
         recorder = Recorder(group)
         numbers = [d.index for d in group]
-        for round_ in Decoding(sequences, policy, s.sampling, numbers, synthetic=synthetic).rounds():
+        decoding = Decoding(sequences, policy, s.sampling, numbers, synthetic=synthetic)
+        for round_ in watched(decoding.rounds(), bar, pace):
             recorder.add(round_)
         written = [list(t) for t in sequences.tokens]
         judged: list[Fidelity] = []
@@ -121,6 +122,7 @@ def run(settings: Mapping[str, Any], job: Job | None = None) -> dict[str, Any]:
             totals["tokens"] += len(tables["outputs"]["position"])
             bar.advance(1)
 
+    pace = Pace()
     with progress("record", len(job.documents)) as bar:
         for group in groups:
             if all(d.index in finished for d in group):

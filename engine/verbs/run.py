@@ -17,6 +17,7 @@ from specdial.engine.acceptance import SAID, Acceptance, said_of
 from specdial.engine.deployment import Deployment
 from specdial.engine.job import Job, ModelSettings
 from specdial.engine.loop import Round
+from specdial.engine.progress import text_view
 from specdial.engine.requests import documents, read_requests
 from specdial.engine.sampling import Sampling
 from specdial.engine.weights import load_model
@@ -93,12 +94,15 @@ def _answer(deployment: Deployment, document: Document) -> dict[str, Any]:
     prefilled_s = time.perf_counter()
     rounds: list[Round] = []
     stream, shown = job.model.tokenizer.stream(), ""
-    for round_ in decoding.rounds():
-        rounds.append(round_)
-        piece = stream.push(round_.emitted[0])
-        sys.stdout.write(piece)
-        sys.stdout.flush()
-        shown += piece
+    with text_view(document.new_tokens) as view:
+        for round_ in decoding.rounds():
+            rounds.append(round_)
+            accepted, ids = int(round_.accepted[0]), round_.emitted[0]
+            for part, drafted in ((ids[:accepted], True), (ids[accepted:], False)):
+                piece = stream.push(part)
+                view.write(piece, drafted=drafted)
+                shown += piece
+            view.count(round_)
     rest = stream.finish()
     sys.stdout.write(f"{rest}\n")
     metrics = _metrics(rounds, deployment.policy, prefilled_s - started_s, time.perf_counter() - prefilled_s)

@@ -17,6 +17,7 @@ from specdial.policies.artifact import claim_directory, digest_of
 from specdial.policies.errors import UserError
 from specdial.policies.fields import parse, setting, to_plain
 from specdial.policies.file import policy_digest
+from specdial.policies.progress import progress
 from specdial.policies.schema import Policy
 from specdial.simulator.axes import Search
 from specdial.simulator.check import check_acceptance
@@ -33,7 +34,7 @@ from specdial.simulator.search_tables import print_refused, print_surface_cells,
 from specdial.simulator.space import Space
 from specdial.simulator.study import Shared, open_storage
 from specdial.simulator.surface import Grid, Surface, SurfaceSettings, find_surface
-from specdial.simulator.tables import print_acceptance, print_choice, print_costs, trial_bar
+from specdial.simulator.tables import print_acceptance, print_choice, print_costs
 from specdial.simulator.tuned_files import Tuned, write_tuned
 
 MOST_CONTEXTS = 8  # rows of a surface where none are named
@@ -173,8 +174,8 @@ def _search(job: _Run) -> Found:
     storage = open_storage(s.storage or str(Path(s.out) / "study.journal"))
     shared = Shared(storage, job.plan.goal.directions, identity)
     try:
-        with trial_bar(job.plan.trials) as progress:
-            return search(shared, job.space, job.evaluate("train", 0), job.plan, progress)
+        with progress("tune", job.plan.trials) as bar:
+            return search(shared, job.space, job.evaluate("train", 0), job.plan, bar.advance)
     finally:
         shared.close()
 
