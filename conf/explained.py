@@ -57,6 +57,7 @@ EXPLAINED = {
     "verify_kv.scope": "who shares a selection: kv_head, layer or model",
     "verify_kv.lookahead_tokens": "with hybrid: keys chosen by lookahead, the rest by history",
     "verify_kv.page": "keys chosen together: 1, 16, 32 or 64",
+    "kv.where": "device, or host: the target's keys live in host memory",
     "verify_kv.refresh": "choose keys in every partial round (round), or once after a full one (full)",
     "scoring_heads.target": "heads of the model that score keys: [[layer, head], ...]",
     "scoring_heads.draft": "heads of the draft model that score keys: [[layer, head], ...]",

@@ -18,7 +18,7 @@ from specdial.policies.naming import short_name
 from specdial.policies.schema import Policy
 
 BUILTIN = Path(policies.__file__).parent / "builtin"
-PARTS = ("drafter", "controller", "draft_kv", "verify_kv")
+PARTS = ("drafter", "controller", "draft_kv", "verify_kv", "kv")
 
 
 def plain_settings(cfg: DictConfig) -> dict[str, Any]:
@@ -59,7 +59,7 @@ def with_trace(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def with_policies(settings: dict[str, Any], *, many: bool) -> dict[str, Any]:
-    """Replace policy, drafter, controller, draft_kv and verify_kv by `policies` (many) or one `policy` mapping."""
+    """Replace policy, drafter, controller, draft_kv, verify_kv and kv by `policies` (many) or one `policy` mapping."""
     overrides = {part: settings.pop(part, None) for part in PARTS}
     found = [_merge(policy, overrides) for policy in find_policies(settings.pop("policy"))]
     if many:
@@ -123,4 +123,6 @@ def _merge(policy: Policy, overrides: dict[str, Any]) -> dict[str, Any]:
             plain["drafter"] = {"kind": "sparse_self"}
         plain |= {"expected": None, "measured": None, "provenance": None}
         plain["name"] = short_name(plain["drafter"], plain["controller"], plain["draft_kv"], plain["verify_kv"])
+        if "kv" in plain and plain["kv"]["where"] != "device":
+            plain["name"] += f"-{plain['kv']['where']}"
     return plain
