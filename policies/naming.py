@@ -29,4 +29,5 @@ def _partial(verify_kv: Mapping[str, Any]) -> list[str]:
     source, protected = verify_kv.get("source", "history"), verify_kv.get("sink", 4) + verify_kv.get("recent", 16)
     ahead = [f"m{verify_kv['lookahead_tokens']}"] if verify_kv.get("lookahead_tokens") else []
     budget = protected if source == "recent" else verify_kv.get("budget", 512)
-    return [f"{source}{budget}", *ahead, f"p{verify_kv['full_period']}"]
+    kept = ["kept"] if verify_kv.get("refresh", "round") == "full" else []
+    return [f"{source}{budget}", *ahead, *kept, f"p{verify_kv['full_period']}"]
