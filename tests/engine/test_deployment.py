@@ -1,4 +1,4 @@
-"""`run` with many prompts: policies exchanged in between, rounds kept as traces that replay, bad prompt files refused."""
+"""`run` with many prompts: policies exchanged in between, rounds kept as traces that replay, bad files refused."""
 
 import io
 import json
@@ -28,8 +28,8 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 @pytest.fixture
 def answered(shared, tmp_path, monkeypatch):
     """answered(policies by request) -> (texts, metrics): exchanges the file after each request; None leaves it."""
-    lines = [{"text": f"Once upon a time {i} " * 5} for i in range(5)]
-    lines[1]["new_tokens"] = 9
+    lines = [{"text": f"Once upon a time {i} " * 5} for i in range(4)]
+    lines[1]["new_tokens"] = 5
     (tmp_path / "day.jsonl").write_text("\n".join(map(json.dumps, lines)))
 
     def answer(first, *later, **changes):
@@ -46,7 +46,7 @@ def answered(shared, tmp_path, monkeypatch):
                 file.write_text(following)
 
         monkeypatch.setattr(Deployment, "keep", exchanged)
-        settings = {"model": shared["model"], "policy": first, "policy_file": str(file), "new_tokens": 16}
+        settings = {"model": shared["model"], "policy": first, "policy_file": str(file), "new_tokens": 8}
         settings |= {"prompts": str(tmp_path / "day.jsonl"), "ignore_eos": True, **changes}
         with redirect_stdout(io.StringIO()):
             found = run.run(settings)
@@ -61,8 +61,8 @@ def test_a_policy_file_is_exchanged_between_prompts_and_a_bad_one_is_told_of(ans
     out = {"trace": str(tmp_path / "live"), "out": str(tmp_path / "m.json")}
     texts, found = answered(FIXED, RATE, "schema: specdial/policy/9\n", LOST, **out)
     assert texts == plain
-    assert [m["policy"] for m in found["requests"]] == ["four", "rate", "rate", "rate", "rate"]
-    assert [m["new_tokens"] for m in found["requests"]] == [16, 9, 16, 16, 16]
+    assert [m["policy"] for m in found["requests"]] == ["four", "rate", "rate", "rate"]
+    assert [m["new_tokens"] for m in found["requests"]] == [8, 5, 8, 8]
     assert json.loads((tmp_path / "m.json").read_text())["policies"] == ["four", "rate"]
     told = [line for line in capsys.readouterr().err.splitlines() if line.startswith("specdial: ")]
     assert told[0].endswith("policy rate took over from four at day.jsonl:2")
@@ -70,7 +70,7 @@ def test_a_policy_file_is_exchanged_between_prompts_and_a_bad_one_is_told_of(ans
     assert told[1].endswith("policy rate stays")
     assert "policy lost cannot be used: no model file nowhere.gguf" in told[2]
     assert len(told) == 3
-    for mapping, docs in ((FIXED, [0]), (RATE, [1, 2, 3, 4])):
+    for mapping, docs in ((FIXED, [0]), (RATE, [1, 2, 3])):
         policy = policy_from_mapping(mapping)
         trace = read_trace(tmp_path / "live" / policy_digest(policy)[:12])
         assert trace.meta["policy_digest"] == policy_digest(policy)

@@ -4,6 +4,7 @@ import csv
 import json
 import random
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 import pytest
@@ -373,6 +374,23 @@ def test_bad_lines_are_named(tmp_path, name, lines, says):
         import_logs.run({"format": name, "source": str(tmp_path / "log"), "out": str(tmp_path / "o")})
     assert says in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_damage_to_one_character_is_read_or_refused_by_line(data):
+    text = json.dumps(DETAILED)
+    at = data.draw(st.integers(0, len(text) - 1))
+    spoilt_text = text[:at] + data.draw(st.characters(codec="utf-8", exclude_characters="\n")) + text[at + 1 :]
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "log"
+        path.write_text(f"{text}\n{spoilt_text}\n", encoding="utf-8")
+        said = ""
+        try:
+            found = IMPORTERS["vllm"][1](path)
+        except UserError as error:
+            said = str(error)
+    assert "log line 2" in said or 1 <= len(found.found) == 2 - found.skipped
 
 
 def test_files_that_are_not_text_are_named(tmp_path):
