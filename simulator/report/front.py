@@ -23,10 +23,11 @@ from specdial.simulator.report.section import (
     table,
     times,
 )
+from specdial.simulator.report.study import is_lossless
 
 NEEDS = "specdial tune trace=runs/book costs=runs/costs out=runs/tune"
 TITLE = "What the search found"
-Tried = dict[str, Any]
+Tried = dict[str, Any]  # of study.json, and whether it is lossless
 
 
 def section(inputs: Inputs) -> Section:
@@ -34,8 +35,12 @@ def section(inputs: Inputs) -> Section:
     study = inputs.json("tune")
     if study is None:
         return Section("front", TITLE, needs=NEEDS)
-    tried = [t for t in study["tried"] if t["values"]["train"]["speedup"] is not None]
-    kinds = {_lossless(t) for t in tried}
+    tried = [
+        {**t, "lossless": is_lossless(study, t)}
+        for t in study["tried"]
+        if t["values"]["train"].get("speedup") is not None
+    ]
+    kinds = {t["lossless"] for t in tried}
     figure = _figure(tried)
     best, selected = study["best"], study["selected_on"]
     lead = f"{study['trials']:,} trials, {len(tried):,} different policies that could be priced. "
@@ -62,18 +67,13 @@ def _does_not_pay(study: dict[str, Any]) -> str:
     return text
 
 
-def _lossless(tried: Tried) -> bool:
-    """Studies from before policies of both kinds could be searched do not say: theirs are lossless."""
-    return bool(tried.get("lossless", True))
-
-
 def fronts(tried: list[Tried]) -> dict[bool, list[Tried]]:
     """{lossless: the tried policies of that kind that no other of it beats in both objectives, fastest first}."""
     found: dict[bool, list[Tried]] = {}
     for t in sorted(
         tried, key=lambda t: (-t["values"]["train"]["speedup"], t["values"]["train"]["kv_bytes_per_token"])
     ):
-        front = found.setdefault(_lossless(t), [])
+        front = found.setdefault(t["lossless"], [])
         if not front or _megabytes(t) < _megabytes(front[-1]):
             front.append(t)
     return found
@@ -88,7 +88,7 @@ def _figure(tried: list[Tried]) -> Figure:
     front = fronts(tried)
     members = {t["policy_digest"] for each in front.values() for t in each}
     for lossless in (True, False):
-        rest = [t for t in tried if _lossless(t) is lossless and t["policy_digest"] not in members]
+        rest = [t for t in tried if t["lossless"] is lossless and t["policy_digest"] not in members]
         if rest:
             data.append(_points(rest, lossless, "@faint", 5))
         if front.get(lossless):
@@ -130,8 +130,9 @@ def _points(tried: list[Tried], lossless: bool, color: str, size: int) -> Json:
 
 
 def _hover(tried: Tried) -> str:
+    batch = [f"batch {tried['batch']}"] if "batch" in tried and "batch" not in tried["params"] else []
     settings = [escape(f"{name} {_value(value)}", quote=False) for name, value in tried["params"].items()]
-    return "<br>".join([f"{'lossless' if _lossless(tried) else 'lossy'}, {tried['level']}", *settings])
+    return "<br>".join([f"{'lossless' if tried['lossless'] else 'lossy'}, {tried['level']}", *settings, *batch])
 
 
 def _value(value: Any) -> str:

@@ -1,65 +1,134 @@
-"""The policy surface: the best fixed draft length at each context and batch, k = 0 (plain decoding) hatched."""
+"""The policy surface: what is best at each context and batch, k = 0 (plain decoding) hatched.
 
+Two of them: the policies that a search composed, and the best fixed draft length by recorded acceptance.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
 from typing import Any
 
 from specdial.simulator.report.inputs import Inputs
 from specdial.simulator.report.section import Figure, Json, Section, chart, key, label, layout, note, times
+from specdial.simulator.report.study import searches_lossy
 
 NEEDS = "specdial replay trace=runs/book costs=runs/costs inversion=true out=runs/replay"
 TITLE = "Where drafting pays"
-Corner = dict[str, Any]
-INK = {"color": "@ink", "size": 14}
+INK = {"color": "@ink", "size": 13}
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """One cell. name: what is best there. guessed: from what was not measured, or not recorded, at this very place."""
+
+    context_tokens: int
+    batch: int
+    name: str
+    speedup: float
+    drafts: bool
+    guessed: bool
+
+    @property
+    def star(self) -> str:
+        return "*" if self.guessed else ""
 
 
 def section(inputs: Inputs) -> Section:
-    """A heat map, context by batch."""
-    corners: list[Corner] = (inputs.json("replay") or {}).get("surface", [])
-    if not corners:
+    """A heat map for each, context by batch."""
+    composed = _composed(inputs.json("tune") or {})
+    fixed = _fixed((inputs.json("replay") or {}).get("surface", []))
+    if not composed and not fixed:
         return Section("surface", TITLE, needs=NEEDS)
-    paying = [corner for corner in corners if corner["k"]]
-    best = max(corners, key=lambda corner: corner["speedup"])
-    lead = f"Drafting pays at {len(paying)} of {len(corners)} measured corners of context and batch"
-    lead += (
-        f"; at best {times(best['speedup'])} with k = {best['k']} at {best['context_tokens']:,} tokens, "
-        f"batch {best['batch']}."
-        if paying
-        else ": plain decoding is best at all of them."
-    )
-    figure = _figure(corners)
+    tiles = composed or fixed
+    paying = [tile for tile in tiles if tile.drafts and tile.speedup > 1.0]
+    lead = f"Drafting pays at {len(paying)} of {len(tiles)} places"
+    if paying:
+        best = max(paying, key=lambda tile: tile.speedup)
+        lead += f"; most, {times(best.speedup)} with {escape(best.name)}, at {_where(best)}"
+    lead += "." + _verdict(inputs.json("tune") or {})
     marks = [("cell", "speedup, from 1× up"), ("hatch", "k = 0: plain decoding is best")]
-    if any(corner["extrapolated"] for corner in corners):
-        marks.append(("star", "some cost lies outside what was measured"))
-    caption = "Acceptance is as recorded, whatever the context: the map shows where costs turn, not where text does."
-    html = f'<p class="kinds">Every policy here is {label(True)}</p>' + key(*marks)
-    html += chart(figure, "Best fixed k by context and batch", caption)
-    return Section("surface", TITLE, lead, html, (figure,))
+    if any(tile.guessed for tile in (*composed, *fixed)):
+        marks.append(("star", "from costs or acceptance of other contexts"))
+    figures, html = [], key(*marks)
+    if composed:
+        figures.append(_figure("chart-composed", composed))
+        html += _kinds(inputs) + chart(figures[-1], "Policy by context and batch, as the search composed it")
+    if fixed:
+        figures.append(_figure("chart-fixed", fixed))
+        caption = "Acceptance is as recorded, whatever the context: this shows where costs turn, not where text does."
+        html += f'<p class="kinds">Every fixed k is {label(True)}</p>'
+        html += chart(figures[-1], "Best fixed k by context and batch", caption)
+    return Section("surface", TITLE, lead, html, tuple(figures))
 
 
-def _figure(corners: list[Corner]) -> Figure:
-    contexts = sorted({corner["context_tokens"] for corner in corners})
-    batches = sorted({corner["batch"] for corner in corners})
-    found = {(corner["context_tokens"], corner["batch"]): corner for corner in corners}
+def _kinds(inputs: Inputs) -> str:
+    """What kinds of policy a composed surface is of."""
+    lossy = searches_lossy(inputs.json("tune") or {})
+    words = f"Policies here may be {label(True)} or {label(False)}: their names say how they verify"
+    return f'<p class="kinds">{words if lossy else f"Every policy here is {label(True)}"}</p>'
+
+
+def _composed(study: dict[str, Any]) -> list[Tile]:
+    cells = (study.get("surface") or {}).get("cells", [])
+    return [
+        Tile(
+            c["context_tokens"],
+            c["batch"],
+            c["policy"] if c["k_max"] else "k = 0",
+            c["speedup"],
+            c["k_max"] > 0,
+            c["moved"],
+        )
+        for c in cells
+    ]
+
+
+def _fixed(corners: Sequence[dict[str, Any]]) -> list[Tile]:
+    return [
+        Tile(c["context_tokens"], c["batch"], f"k = {c['k']}", c["speedup"], c["k"] > 0, c["extrapolated"])
+        for c in corners
+    ]
+
+
+def _verdict(study: dict[str, Any]) -> str:
+    """Whether composing gains anything over one policy for all places."""
+    surface = study.get("surface")
+    if not surface:
+        return ""
+    single = escape(surface["single"])
+    if surface["pays"]:
+        return f" Over every place alike, the surface saves {surface['gain_frac']:.1%} of the time of {single} alone."
+    return f" Over every place alike, a surface saves nothing: {single} alone is the choice."
+
+
+def _where(tile: Tile) -> str:
+    return f"{tile.context_tokens:,} tokens, batch {tile.batch}"
+
+
+def _figure(name: str, tiles: Sequence[Tile]) -> Figure:
+    contexts = sorted({tile.context_tokens for tile in tiles})
+    batches = sorted({tile.batch for tile in tiles})
+    found = {(tile.context_tokens, tile.batch): tile for tile in tiles}
     grid = [[found.get((context, batch)) for context in contexts] for batch in batches]
-    top = max(max(corner["speedup"] for corner in corners), 1.05)
+    hatched = [(i, j, t) for j, row in enumerate(grid) for i, t in enumerate(row) if t is not None and not t.drafts]
     cells: Json = {
         "type": "heatmap",
         "x": list(range(len(contexts))),
         "y": list(range(len(batches))),
-        "z": [[None if corner is None else corner["speedup"] for corner in row] for row in grid],
+        "z": [[None if tile is None else tile.speedup for tile in row] for row in grid],
         "zmin": 1.0,
-        "zmax": top,
+        "zmax": max(max(tile.speedup for tile in tiles), 1.05),
         "colorscale": [[0, "@cell"], [1, "@accent"]],
         "showscale": False,
         "xgap": 3,
         "ygap": 3,
-        "text": [[_text(corner) for corner in row] for row in grid],
+        "text": [[f"{t.name}<br>{times(t.speedup)}{t.star}" if t and t.drafts else "" for t in row] for row in grid],
         "texttemplate": "%{text}",
-        "textfont": {"family": "@font", "size": 14},
-        "customdata": [[_hover(corner) for corner in row] for row in grid],
+        "textfont": {"family": "@font", "size": 13},
+        "customdata": [[f"{_where(t)}<br>{t.name}<br>{t.speedup:.3f}×" if t else "" for t in row] for row in grid],
         "hovertemplate": "%{customdata}<extra></extra>",
         "hoverongaps": False,
     }
-    hatched = [(i, j, c["extrapolated"]) for j, row in enumerate(grid) for i, c in enumerate(row) if c and not c["k"]]
     hatch: Json = {
         "type": "bar",
         "x": [i for i, _, _ in hatched],
@@ -73,15 +142,12 @@ def _figure(corners: list[Corner]) -> Figure:
         },
         "hoverinfo": "skip",
     }
-    words = [
-        note(f"k = 0{'*' if extrapolated else ''}", i, j, bgcolor="@cell", borderpad=3, font=INK)
-        for i, j, extrapolated in hatched
-    ]
+    words = [note(f"k = 0{t.star}", i, j, bgcolor="@cell", borderpad=3, font=INK) for i, j, t in hatched]
     drawn = layout(
         "context, tokens",
         "batch",
         annotations=words,
-        height=96 + 56 * len(batches),
+        height=96 + 58 * len(batches),
         xaxis={
             "tickvals": list(range(len(contexts))),
             "ticktext": [f"{context:,}" for context in contexts],
@@ -97,20 +163,5 @@ def _figure(corners: list[Corner]) -> Figure:
         },
         bargap=0,
     )
-    label_ = "Best draft length and its speedup for each context length and batch size"
-    return Figure("chart-surface", label_, [cells, *([hatch] if hatched else [])], drawn)
-
-
-def _text(corner: Corner | None) -> str:
-    if corner is None:
-        return ""
-    star = "*" if corner["extrapolated"] else ""
-    return f"k = {corner['k']}<br>{corner['speedup']:.2f}×{star}" if corner["k"] else ""
-
-
-def _hover(corner: Corner | None) -> str:
-    if corner is None:
-        return ""
-    drafter = f", {corner['drafter']}, {corner['budget']} keys" if corner["k"] else ""
-    where = f"{corner['context_tokens']:,} tokens, batch {corner['batch']}"
-    return f"{where}<br>k = {corner['k']}{drafter}<br>{corner['speedup']:.3f}×, lossless"
+    label_ = "What is best, and its speedup, for each context length and batch size"
+    return Figure(name, label_, [cells, *([hatch] if hatched else [])], drawn)

@@ -128,7 +128,7 @@ def test_every_section_is_drawn(browser, path, width):
     browser.open(path)
     sections = browser.value(DRAWN)
     assert len(sections) == 8
-    assert sum(len(section["charts"]) for section in sections) == 9
+    assert sum(len(section["charts"]) for section in sections) == 10
     for section in sections:
         assert section["height"] > 60
         for chart in section["charts"]:

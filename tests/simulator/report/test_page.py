@@ -8,7 +8,7 @@ from html.parser import HTMLParser
 import pytest
 
 from specdial.policies.errors import UserError
-from specdial.simulator.report import entropy, front
+from specdial.simulator.report import entropy, front, study
 from specdial.simulator.report.inputs import read_inputs
 from specdial.simulator.report.page import SECTIONS, build_page
 from specdial.simulator.report.theme import DARK, LIGHT
@@ -66,7 +66,7 @@ def test_figures_have_data_places_and_known_colours(page):
     tree = Tree(page)
     figures = figures_of(tree)
     assert {name.split("-")[1] for name in figures} == {
-        *("breakdown", "speedup", "tail", "entropy", "calibration", "surface", "front", "measured", "heads")
+        *("breakdown", "speedup", "tail", "entropy", "calibration", "composed", "fixed", "front", "measured", "heads")
     }
     for name, figure in figures.items():
         assert name in tree.ids
@@ -99,8 +99,20 @@ def test_a_front_for_each_kind():
     assert speedups == {True: [1.2, 1.0], False: [2.0]}  # the lossy one beats all, and dominates none
 
 
+def test_a_trials_kind_follows_from_what_was_searched():
+    def kind(params, **axes):
+        return study.is_lossless({"settings": {"search": {"verify_kv": axes} if axes else {}}}, {"params": params})
+
+    assert kind({})
+    assert kind({}, mode=["full"], full_period=[8])
+    assert not kind({}, mode=["partial"], full_period=[8])
+    assert kind({"verify_kv.mode": "full"}, mode=["partial", "full"], full_period=[8])
+    assert not kind({"verify_kv.mode": "partial"}, mode=["full", "partial"], full_period=[4])
+    assert kind({"verify_kv.mode": "partial", "verify_kv.full_period": 1}, mode=["full", "partial"], full_period=[4, 1])
+
+
 def test_hatched_where_k_is_0_and_synthetic_data_say_so(page):
-    data = figures_of(Tree(page))["chart-surface"]
+    data = figures_of(Tree(page))["chart-fixed"]
     cells, hatch = data["data"][0], [part for part in data["data"] if part["type"] == "bar"]
     plain = sum("k = 0" in hover for row in cells["customdata"] for hover in row)
     assert plain == sum(len(part["x"]) for part in hatch)
