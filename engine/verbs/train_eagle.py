@@ -215,10 +215,11 @@ class _Training:
 
 
 def _judged(job: Job, head: EagleHead, documents: list[Document], s: Settings) -> dict[str, float]:
-    """Held-out accepted drafts a round after short prompts, and after whole ones."""
+    """Held-out accepted drafts a round after short prompts, and after whole ones, those half as long as the longest."""
     short = _accepted(job, head, documents, s, short=True)
-    alike = max(len(d.prompt_ids) for d in documents) <= s.short_tokens
-    return {"short": short, "full": short if alike else _accepted(job, head, documents, s, short=False)}
+    longest = max(len(d.prompt_ids) for d in documents)
+    long = [d for d in documents if 2 * len(d.prompt_ids) >= longest]
+    return {"short": short, "full": short if longest <= s.short_tokens else _accepted(job, head, long, s, short=False)}
 
 
 def _accepted(job: Job, head: EagleHead, documents: list[Document], s: Settings, *, short: bool) -> float:
