@@ -101,6 +101,13 @@ def _verdict(study: dict[str, Any]) -> str:
     return f" Over every place alike, a surface saves nothing: {single} alone is the choice."
 
 
+def _words(tile: Tile | None) -> str:
+    """In a cell: the name on two lines, so that it fits on a phone, and the speedup."""
+    if tile is None or not tile.drafts:
+        return ""
+    return f"{tile.name.replace('-', '<br>', 1)}<br>{times(tile.speedup)}{tile.star}"
+
+
 def _where(tile: Tile) -> str:
     return f"{tile.context_tokens:,} tokens, batch {tile.batch}"
 
@@ -122,7 +129,7 @@ def _figure(name: str, tiles: Sequence[Tile]) -> Figure:
         "showscale": False,
         "xgap": 3,
         "ygap": 3,
-        "text": [[f"{t.name}<br>{times(t.speedup)}{t.star}" if t and t.drafts else "" for t in row] for row in grid],
+        "text": [[_words(tile) for tile in row] for row in grid],
         "texttemplate": "%{text}",
         "textfont": {"family": "@font", "size": 13},
         "customdata": [[f"{_where(t)}<br>{t.name}<br>{t.speedup:.3f}×" if t else "" for t in row] for row in grid],
@@ -147,7 +154,7 @@ def _figure(name: str, tiles: Sequence[Tile]) -> Figure:
         "context, tokens",
         "batch",
         annotations=words,
-        height=96 + 58 * len(batches),
+        height=96 + 60 * len(batches),
         xaxis={
             "tickvals": list(range(len(contexts))),
             "ticktext": [f"{context:,}" for context in contexts],
