@@ -99,7 +99,8 @@ class Decoding:
         """numbers: one per sequence, seeds its random numbers. `sequences` must be prefilled.
 
         synthetic: accept the draft at each depth with this probability instead, whatever it says: to measure cost.
-        keep_logits: leave each round's logits in `logits` until the next one; rounds then wait for the host.
+        keep_logits: leave each round's logits in `logits` until the next one; rounds then wait for the host. Those of
+        chains: ValueError where trees are drafted.
         Raises UserError where policy, model and prompts do not go together.
         """
         self.s = sequences
@@ -119,6 +120,8 @@ class Decoding:
         vocab = sequences.decoder.config.vocab
         self.judge = Judge(self.state, sampling, numbers, vocab=vocab, synthetic=synthetic)
         self.logits: Tensor | None = self.state.kept_logits(vocab) if keep_logits else None  # [B, K+1, V]
+        if keep_logits and any(isinstance(d, TreeEagle) for d in self.drafters):
+            raise ValueError("rounds that draft trees keep no logits")
         self._settled_ns: int | None = None  # when the last round ended
         self._plan, self._verification = Plan(), self.verifications[0]  # of the round being launched
         self._drafting: HeadReader | None = None  # the head that drafts in the round being launched
@@ -288,19 +291,18 @@ class Decoding:
         for reader in self.readers:
             if not (begun and reader is self._drafting):
                 reader.read()
-        if tree is None:
-            with s.tapping(self.readers):
+        with s.tapping(self.readers):
+            if tree is None:
                 block = self._verification.block(state.block[:, : k + 1], plan, k=state.k, padded=rows, rows=rows)
-            if self.logits is not None:
-                self.logits[:, : k + 1] = block.logits
-            state.mark(VERIFIED)
+            else:
+                block = verify_tree(s, tree)
+        if self.logits is not None:
+            self.logits[:, : k + 1] = block.logits
+        state.mark(VERIFIED)
+        if tree is None:
             choices, judged = self.judge.choices(block.logits, k)
         else:
-            block = verify_tree(s, tree, self.readers)
-            state.mark(VERIFIED)
             path, choices, judged = follow(self.judge, tree, block.logits)
-            if self.logits is not None:
-                self.logits[:, : k + 1] = block.logits[torch.arange(s.batch, device=path.device)[:, None], path]
             straighten(s, path, self.readers)
         settle(
             state.drafts[:, :k], choices, state.k, s.room, stop_ids=s.stops, emitted=state.emitted[:, : k + 1],

@@ -284,12 +284,14 @@ class Sequences:
         attend_unrotated: AttendUnrotated | None = None,
         float8: bool = False,
         into: Keys | None = None,
+        depths: Tensor | None = None,
     ) -> Tensor:
         """Logits [B, T, V] of tokens [B, T] at positions lengths[b] + t, their keys written to the cache.
 
         On a GPU through the fused kernels, few rows through the most fused ones; on a CPU through plain operations.
         attend_unrotated: what the most fused ones may call instead of `attend`.
         float8: by float8 copies of the weights, on a GPU and for few rows only. into: instead of to the cache.
+        depths: [B, T], positions are lengths[b] + depths[b, t] instead, and keys stay in order.
         """
         keys: Keys = self.cache if into is None else into
 
@@ -302,19 +304,29 @@ class Sequences:
         if self.cache.on_gpu and tokens.numel() <= MAX_ROWS:
             logits = self.decoder.fused_step(float8=float8).logits(
                 tokens, lengths, keys.layer, read, backend=self.backend, taps=taps,
-                attend_unrotated=attend_unrotated,
+                attend_unrotated=attend_unrotated, depths=depths,
             )  # fmt: skip
         elif float8:
             raise ValueError(f"float8 weights serve up to {MAX_ROWS} rows on a GPU")
         else:
-            logits = self._rows(tokens, lengths, read, taps, keys)
+            logits = self._rows(tokens, lengths, read, taps, keys, depths)
         for reader in self._tapping:
             reader.see(taps_of(reader, taps))
         return logits
 
-    def _rows(self, tokens: Tensor, lengths: Tensor, attend: AttendCached, taps: Taps, keys: Keys) -> Tensor:
+    def _rows(
+        self,
+        tokens: Tensor,
+        lengths: Tensor,
+        attend: AttendCached,
+        taps: Taps,
+        keys: Keys,
+        depths: Tensor | None,
+    ) -> Tensor:
         if self.cache.on_gpu:
-            hidden = self.decoder.forward_cached(tokens, lengths, keys.layer, attend, backend=self.backend, taps=taps)
+            hidden = self.decoder.forward_cached(
+                tokens, lengths, keys.layer, attend, backend=self.backend, taps=taps, depths=depths
+            )
             return self.decoder.logits(hidden)
         positions = lengths[:, None] + torch.arange(tokens.shape[1], device=tokens.device)  # [B, T]
 
@@ -325,7 +337,8 @@ class Sequences:
                 keys.write_at(layer, k, v, positions)
             return attend(layer, q)
 
-        return self.decoder.logits(self.decoder.forward(tokens, positions, keep, taps))
+        turned = positions if depths is None else lengths[:, None] + depths  # [B, T]
+        return self.decoder.logits(self.decoder.forward(tokens, turned, keep, taps))
 
     def advance(self, block: Block, counts: Tensor) -> None:
         """Take the first counts[b] rows of a block as committed, on the device: into history, then the lengths. [B]"""

@@ -18,7 +18,7 @@ from torch import Tensor
 from specdial.engine.acceptance import Judge
 from specdial.engine.cache import round_up
 from specdial.engine.drafters.tree import DraftTree
-from specdial.engine.head_reader import HeadReader, tap_buffers, taps_of
+from specdial.engine.head_reader import HeadReader
 from specdial.engine.prefill import ROW_MULTIPLE
 from specdial.engine.sampling import distribution, draw
 from specdial.engine.sequences import Block, Sequences
@@ -26,26 +26,21 @@ from specdial.kernels.full_attention import full_attention
 from specdial.kernels.token_statistics import logit_statistics
 
 
-def verify_tree(s: Sequences, tree: DraftTree, readers: Collection[HeadReader]) -> Block:
+def verify_tree(s: Sequences, tree: DraftTree) -> Block:
     """Full attention over everything cached for a tree, written behind the committed keys: a pass. Commits nothing.
 
-    readers: heads that are shown the hidden states. The block has no attention rows.
+    The block has no attention rows.
     """
     T = tree.tokens.shape[1]
     more = 0 if s.cache.on_gpu else round_up(T, ROW_MULTIPLE) - T
     tokens, depths = F.pad(tree.tokens, (0, more)), F.pad(tree.depths, (0, more))  # [B, T + more] each
     ancestors = F.pad(tree.ancestors(), (0, 0, 0, more), value=True)  # [B, T + more, T]
-    width, taps = s.cache.width(T + more), tap_buffers(s.decoder, tokens.shape, readers)
+    width, lengths = s.cache.width(T + more), s.cache.lengths
 
-    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        s.cache.write(layer, k, v)
-        keys = s.cache.view(layer, width)
-        return full_attention(q, *keys, s.cache.lengths, backend=s.backend, ancestors=ancestors)[0]
+    def attend(layer: int, q: Tensor) -> Tensor:
+        return full_attention(q, *s.cache.view(layer, width), lengths, backend=s.backend, ancestors=ancestors)[0]
 
-    hidden = s.decoder.forward(tokens, s.cache.lengths[:, None] + depths, attend, taps)
-    for reader in readers:
-        reader.see(taps_of(reader, taps))
-    return Block(s.decoder.logits(hidden)[:, :T], None)
+    return Block(s.forward_rows(tokens, lengths, attend, depths=depths)[:, :T], None)
 
 
 def follow(judge: Judge, tree: DraftTree, logits: Tensor) -> tuple[Tensor, Tensor, bool]:

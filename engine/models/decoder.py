@@ -128,11 +128,13 @@ class Decoder:
         *,
         backend: Backend,
         taps: Taps = NO_TAPS,
+        depths: Tensor | None = None,
     ) -> Tensor:
         """As `forward` for rows at positions lengths[b] + t, with keys and values written straight into `cache`.
 
         tokens: [B, T]; lengths: [B]. Norm, rotation with cache write, and activation are one kernel each, lengths are
         read on the device, and nothing depends on the host: fit for a CUDA graph.
+        depths: [B, T], positions are lengths[b] + depths[b, t] instead, and keys stay in order.
         """
         c = self.config
         cos, sin = self.angles(cache(0)[0].shape[2])
@@ -149,6 +151,7 @@ class Decoder:
                 cos=cos,
                 sin=sin,
                 backend=backend,
+                depths=depths,
                 q_norm=layer.q_norm,
                 k_norm=layer.k_norm,
                 eps=c.norm_eps,

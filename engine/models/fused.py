@@ -79,9 +79,11 @@ class FusedStep:
         backend: Backend,
         taps: Taps = NO_TAPS,
         attend_unrotated: AttendUnrotated | None = None,
+        depths: Tensor | None = None,
     ) -> Tensor:
         """[B, T, V] float32 of tokens [B, T] at positions lengths[b] + t, keys and values written into `cache`.
 
+        depths: as in `Decoder.forward_cached`; it goes without attend_unrotated.
         attend_unrotated: serves instead of `attend` where it can, which is where no norm comes before the rotation.
         """
         d, c = self.decoder, self.decoder.config
@@ -98,8 +100,8 @@ class FusedStep:
                 mixed = attend_unrotated(index, qkv, cos, sin)  # [B, T, H, D]
             else:
                 q = rope_and_cache(
-                    qkv, lengths, *cache(index), cos=cos, sin=sin, backend=backend, q_norm=layer.q_norm,
-                    k_norm=layer.k_norm, eps=c.norm_eps,
+                    qkv, lengths, *cache(index), cos=cos, sin=sin, backend=backend, depths=depths,
+                    q_norm=layer.q_norm, k_norm=layer.k_norm, eps=c.norm_eps,
                 )  # fmt: skip
                 mixed = attend(index, q)
             mixed = mixed.flatten(-2)  # [B, T, H D]

@@ -31,6 +31,7 @@ def rope_and_cache(
     sin: torch.Tensor,
     backend: Backend,
     ahead: int = 0,
+    depths: torch.Tensor | None = None,
     q_norm: torch.Tensor | None = None,
     k_norm: torch.Tensor | None = None,
     eps: float = 0.0,
@@ -41,11 +42,13 @@ def rope_and_cache(
     place; lengths: [B] integer, read on the device. Row t of sequence b has position p = lengths[b] + ahead + t: it is
     rotated by row p of `cos` and `sin`, and its k and v land in slot p. A row with p outside 0 .. S-1 writes nothing;
     outside the table, its q is rotated by the nearest row. Nothing past a sequence's own rows is touched.
+    depths: [B, T] int64; row t is rotated by row lengths[b] + ahead + depths[b, t] of the table, its slot is as above.
     cos, sin: [P, D/2] float32, P >= S: of position * inverse frequency, times the attention factor; channel i turns
     with i + D/2. A slice [..., : D/2] of a wider table will do.
     q_norm, k_norm: [D], both or neither: RMS norm of every head with `eps`, rounded as `add_rms_norm` rounds. Rotation
     is in float32, product by product, then rounded to the dtype. qkv and the caches: last stride 1, else free. On a
-    device with early launch lengths are read while the kernel just before may still run: they must be older than it.
+    device with early launch lengths and depths are read while the kernel just before may still run: they must be older
+    than it.
     Raises ValueError on a wrong shape, dtype, device, stride or backend.
     """
     check_shape("qkv", qkv, (None, None, None))
@@ -76,6 +79,12 @@ def rope_and_cache(
         check_last_stride(name, tensor)
     if cos.shape[0] < S:
         raise ValueError(f"cos {list(cos.shape)} has fewer positions than k_cache {list(k_cache.shape)} has slots")
+    if depths is not None:
+        check_shape("depths", depths, (B, T))
+        check_dtype("depths", depths, (torch.int64,))
+        check_device("depths", depths, qkv.device)
+        if not depths.is_contiguous():
+            raise ValueError(f"depths has strides {list(depths.stride())}, expected contiguous")
     if (q_norm is None) != (k_norm is None):
         raise ValueError("q_norm and k_norm: give both or neither")
     for name, norm in (("q_norm", q_norm), ("k_norm", k_norm)):
@@ -87,10 +96,12 @@ def rope_and_cache(
     check_backend(backend, qkv.device)
     if backend == "reference":
         return rope_and_cache_reference(
-            qkv, lengths, k_cache, v_cache, cos=cos, sin=sin, ahead=ahead, q_norm=q_norm, k_norm=k_norm, eps=eps
-        )
+            qkv, lengths, k_cache, v_cache, cos=cos, sin=sin, ahead=ahead, depths=depths, q_norm=q_norm, k_norm=k_norm,
+            eps=eps,
+        )  # fmt: skip
     from specdial.kernels.rope_cache import launch
 
     return launch.rope_and_cache_triton(
-        qkv, lengths, k_cache, v_cache, cos=cos, sin=sin, ahead=ahead, q_norm=q_norm, k_norm=k_norm, eps=eps
-    )
+        qkv, lengths, k_cache, v_cache, cos=cos, sin=sin, ahead=ahead, depths=depths, q_norm=q_norm, k_norm=k_norm,
+        eps=eps,
+    )  # fmt: skip

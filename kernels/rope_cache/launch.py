@@ -19,6 +19,7 @@ def rope_and_cache_triton(
     cos: torch.Tensor,
     sin: torch.Tensor,
     ahead: int,
+    depths: torch.Tensor | None,
     q_norm: torch.Tensor | None,
     k_norm: torch.Tensor | None,
     eps: float,
@@ -30,10 +31,12 @@ def rope_and_cache_triton(
     q = torch.empty(B, T, H, D, dtype=qkv.dtype, device=qkv.device)
     blocks = triton.cdiv(H, HEADS) + 2 * triton.cdiv(Hk, HEADS)
     rope_and_cache_kernel[(B * T, blocks)](
-        qkv, lengths, k_cache, v_cache, cos, sin, qkv if q_norm is None else q_norm, qkv if k_norm is None else k_norm,
+        qkv, lengths, lengths if depths is None else depths, k_cache, v_cache, cos, sin,
+        qkv if q_norm is None else q_norm, qkv if k_norm is None else k_norm,
         q, *qkv.stride()[:2], *k_cache.stride()[:3], *v_cache.stride()[:3], cos.stride(0), sin.stride(0),
         T, H, Hk, S, cos.shape[0], ahead, float(eps),
-        D=D, BLOCK_D=triton.next_power_of_2(D // 2), HEADS=HEADS, NORM=q_norm is not None, num_warps=WARPS,
+        D=D, BLOCK_D=triton.next_power_of_2(D // 2), HEADS=HEADS, NORM=q_norm is not None,
+        TREE=depths is not None, num_warps=WARPS,
         enable_fp_fusion=False, **launch_options(qkv.device),
     )  # fmt: skip
     return q

@@ -17,6 +17,7 @@ def rope_and_cache_reference(
     q_norm: torch.Tensor | None,
     k_norm: torch.Tensor | None,
     eps: float,
+    depths: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See `rope_and_cache`. Which rows are written depends on values, so this one waits for the device."""
     T = qkv.shape[1]
@@ -25,7 +26,8 @@ def rope_and_cache_reference(
     if q_norm is not None and k_norm is not None:
         q, k = rms_norm_reference(q, q_norm, eps), rms_norm_reference(k, k_norm, eps)
     positions = lengths[:, None].long() + ahead + torch.arange(T, device=qkv.device)  # [B, T]
-    rows = positions.clamp(0, cos.shape[0] - 1)
+    turned = positions if depths is None else lengths[:, None].long() + ahead + depths  # [B, T]
+    rows = turned.clamp(0, cos.shape[0] - 1)
     turn = cos[rows][:, :, None].repeat(1, 1, 1, 2), sin[rows][:, :, None].repeat(1, 1, 1, 2)  # [B, T, 1, D] each
     q, k = _rotate(q, *turn), _rotate(k, *turn)
     b, t = ((positions >= 0) & (positions < S)).nonzero(as_tuple=True)

@@ -20,14 +20,15 @@ def _norm_halves(low, high, norm, d, inside, eps, D: tl.constexpr):
 
 @triton.jit(do_not_specialize=["ahead"])  # one kernel for every draft step
 def rope_and_cache_kernel(
-    qkv, lengths, k_cache, v_cache, cos, sin, q_norm, k_norm, q_out,
+    qkv, lengths, depths, k_cache, v_cache, cos, sin, q_norm, k_norm, q_out,
     qkv_sb, qkv_st, k_sb, k_sh, k_ss, v_sb, v_sh, v_ss, cos_ss, sin_ss,
     T, H, Hk, S, P, ahead, eps,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, HEADS: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, HEADS: tl.constexpr, NORM: tl.constexpr,
+    TREE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Axis 0: position b*T + t. Axis 1: blocks of HEADS heads, all of q, then all of k, then all of v.
 
-    Lengths and angles are read ahead of the wait: they are older than the kernel before this one.
+    Lengths, depths (with TREE) and angles are read ahead of the wait: they are older than the kernel before this one.
     """
     b = (tl.program_id(0) // T).to(tl.int64)
     t = (tl.program_id(0) % T).to(tl.int64)
@@ -43,7 +44,10 @@ def rope_and_cache_kernel(
     inside = d < D // 2
     mask = kept[:, None] & inside[None, :]
     column = tl.where(is_q, 0, tl.where(is_v, H + Hk, H)) + head
-    angle = tl.minimum(tl.maximum(position, 0), P - 1)
+    turned = position
+    if TREE:
+        turned = position - t + tl.load(depths + tl.program_id(0))
+    angle = tl.minimum(tl.maximum(turned, 0), P - 1)
     c = tl.load(cos + angle * cos_ss + d, mask=inside, other=0.0)[None, :]
     s = tl.load(sin + angle * sin_ss + d, mask=inside, other=0.0)[None, :]
     if PDL:

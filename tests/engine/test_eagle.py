@@ -297,14 +297,16 @@ def test_the_folder_of_the_head_must_be_named():
         policy_from_mapping({"drafter": {"kind": "eagle"}, "controller": CONTROLLERS["fixed"]})
 
 
-@pytest.mark.parametrize("most_rows", [64, 0])
-def test_fused_passes_leave_a_head_what_plain_ones_do(decoder, head, monkeypatch, most_rows):
+@pytest.mark.parametrize(
+    ("most_rows", "tree"), [(64, None), (0, None), (64, {"width": 4, "nodes": 9}), (0, {"width": 3})]
+)
+def test_fused_passes_leave_a_head_what_plain_ones_do(decoder, head, monkeypatch, most_rows, tree):
     """Few rows and many, on references: the same drafts, accepted alike."""
     s = sequences(decoder, head)
-    tokens, rounds = decode(s, policy())
+    tokens, rounds = decode(s, policy(tree=tree))
     monkeypatch.setattr("specdial.engine.sequences.MAX_ROWS", most_rows)
     monkeypatch.setattr(KVCache, "on_gpu", property(lambda cache: True))
-    again, fused = decode(s, policy())
+    again, fused = decode(s, policy(tree=tree))
     assert again == tokens
     assert [r.drafts.tolist() for r in fused] == [r.drafts.tolist() for r in rounds]
     assert sum(int(r.accepted.sum()) for r in rounds) > 0

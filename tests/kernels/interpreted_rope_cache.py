@@ -26,7 +26,8 @@ def test_q_and_caches_equal_the_reference(dtype: torch.dtype, normed: bool, case
     wide = torch.randn(B, T, (H + 2 * Hk) * D + 16).to(dtype)
     angles = torch.rand(S + 2, D) * 7.0
     caches = torch.full((2, 2, B, Hk, S, D), NAN, dtype=dtype)  # [backend, k | v, B, Hk, S, D]
-    options = {"cos": angles.cos()[:, : D // 2], "sin": angles.sin()[:, : D // 2], "ahead": ahead}
+    depths = torch.arange(T).div(2, rounding_mode="floor").repeat(B, 1) if T == 3 else None  # rows of a tree
+    options = {"depths": depths, "cos": angles.cos()[:, : D // 2], "sin": angles.sin()[:, : D // 2], "ahead": ahead}
     if normed:
         options |= {"q_norm": torch.randn(D).to(dtype), "k_norm": torch.randn(D).to(dtype), "eps": 1e-6}
     qkv, where = wide[..., 16:], torch.tensor(lengths, dtype=torch.int32)

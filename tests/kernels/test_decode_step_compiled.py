@@ -66,9 +66,10 @@ def test_norm_keeps_a_row_in_registers(hidden: int, dtype: str) -> None:
 @pytest.mark.parametrize("norm", [False, True])
 def test_rotation_neither_spills_nor_fuses(head_dim: int, dtype: str, norm: bool) -> None:
     names = ("qkv", "k_cache", "v_cache", "q_norm", "k_norm", "q_out")
-    types = dict.fromkeys(names, dtype) | {"cos": "*fp32", "sin": "*fp32", "lengths": "*i64", "eps": "fp32"}
+    types = dict.fromkeys(names, dtype) | {"cos": "*fp32", "sin": "*fp32", "eps": "fp32"}
+    types |= {"lengths": "*i64", "depths": "*i64"}
     block = triton.next_power_of_2(head_dim // 2)
-    constants = {"D": head_dim, "BLOCK_D": block, "HEADS": HEADS, "NORM": norm, "PDL": True}
+    constants = {"D": head_dim, "BLOCK_D": block, "HEADS": HEADS, "NORM": norm, "TREE": norm, "PDL": True}
     ptx, registers, stack = compile_kernel(rope_and_cache_kernel, types, constants, num_warps=WARPS)
     assert stack == 0
     assert registers <= 128

@@ -40,9 +40,19 @@ def decoder_does(
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("normed", [False, True])
-@pytest.mark.parametrize(("B", "T", "heads", "D", "ahead"), [(1, 1, (8, 2), 64, 0), (3, 4, (6, 3), 16, 2)])
+@pytest.mark.parametrize(
+    ("B", "T", "heads", "D", "ahead", "depths"),
+    [(1, 1, (8, 2), 64, 0, None), (3, 4, (6, 3), 16, 2, None), (3, 4, (6, 3), 16, 2, [0, 1, 1, 2])],
+)
 def test_bits_are_the_decoders(
-    dtype: torch.dtype, normed: bool, B: int, T: int, heads: tuple[int, int], D: int, ahead: int
+    dtype: torch.dtype,
+    normed: bool,
+    B: int,
+    T: int,
+    heads: tuple[int, int],
+    D: int,
+    ahead: int,
+    depths: list[int] | None,
 ) -> None:
     S = 40
     given = problem(B, T, heads, D, S, dtype)
@@ -50,8 +60,10 @@ def test_bits_are_the_decoders(
     norms = (torch.randn(D).to(dtype), torch.randn(D).to(dtype)) if normed else None
     options = {} if norms is None else {"q_norm": norms[0], "k_norm": norms[1], "eps": 1e-6}
     cos, sin = table(S + 5, D, 0.9)
+    within = torch.arange(T) if depths is None else torch.tensor(depths)
+    options["depths"] = None if depths is None else within.repeat(B, 1)
     q = rope_and_cache(**given, lengths=lengths, cos=cos, sin=sin, ahead=ahead, backend="reference", **options)
-    positions = lengths[:, None] + ahead + torch.arange(T)
+    positions = lengths[:, None] + ahead + within
     want_q, want_k, want_v = decoder_does(given["qkv"], positions, heads, D, norms)
     assert torch.equal(q, want_q)
     assert q.is_contiguous()
