@@ -145,7 +145,7 @@ class Verification:
         self.s.rewritten = plan.recomputed
         if plan.recomputed:
             for pages in self.summaries:
-                pages.forget()
+                pages.again(plan.recomputed)
             known = np.zeros((self.s.batch, plan.recomputed), dtype=np.int64)  # [B, R]
             for b, cached in enumerate(self.s.cache.host_lengths):
                 given = self.s.tokens[b][max(int(cached) - plan.recomputed, 0) : int(cached)]

@@ -72,6 +72,8 @@ def _check_drafter(v: Variant, partial: bool, prefix: str) -> None:
             "draft by lookup, model or eagle" + (", or verify in full" if kind == "sparse_self" else ""),
             field=f"{prefix}kv.where",
         )
+    if v.drafter.tree is not None:
+        raise _clash(f"{prefix}drafter.tree", f"{v.drafter.tree.width} wide", "leave it out, which drafts a chain")
     if kind == "sparse_self" and v.draft_kv.refresh_rounds != 1:
         raise _clash(f"{prefix}draft_kv.refresh_rounds", v.draft_kv.refresh_rounds, "use 1")
 

@@ -35,6 +35,7 @@ class Summaries:
         self.high = torch.zeros_like(self.low)
         self.covered = torch.zeros(B, dtype=torch.int64, device=cache.k.device)  # [B] keys they were made from
         self._turn = -1  # the last round they took part in
+        self._again = 0  # keys to take in again, the last ones
 
     def follow(self) -> None:
         """Before a round: make up for whatever happened since the last one."""
@@ -42,9 +43,11 @@ class Summaries:
             return
         if self._turn < self.s.started:  # keys may have been replaced
             self.covered.zero_()
-        if self._turn != self.s.turn - 1:
+        if self._again:
+            self.covered.sub_(self._again).clamp_(min=0)
+        if self._again or self._turn != self.s.turn - 1:
             self.update(self.s.cache.capacity_tokens)
-        self._turn = self.s.turn
+        self._turn, self._again = self.s.turn, 0
 
     def update(self, most_tokens: int) -> None:
         """Take in what was committed since the last update, at most so many tokens of a sequence: a pass."""
@@ -62,6 +65,6 @@ class Summaries:
         )
         self.covered.copy_(cache.lengths)
 
-    def forget(self) -> None:
-        """Before a round that writes committed keys anew: start over in the next one."""
-        self._turn = -1
+    def again(self, rows: int) -> None:
+        """Before a round that writes the last `rows` committed keys anew: the next one takes them in again."""
+        self._again += rows

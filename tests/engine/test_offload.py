@@ -12,6 +12,7 @@ import torch
 from specdial.engine import job, prefill
 from specdial.engine.drafters.selection import choose_keys
 from specdial.engine.drafters.sparse_self import CompactDraft, HostedDraft
+from specdial.engine.eagle_training import new_head
 from specdial.engine.graphs import UNCAPTURED
 from specdial.engine.loop import Decoding
 from specdial.engine.memory import HOST_USED_FRAC, predict, require_host
@@ -47,6 +48,7 @@ POLICIES = {
         **MODEL,
     },
     "page_bound": {"verify_kv": {**PAGES, "source": "page_bound"}, **MODEL},
+    "eagle": {"verify_kv": KEPT, "drafter": {"kind": "eagle", "model": "head"}},
 }
 
 
@@ -73,10 +75,12 @@ def sequences(models, monkeypatch):
 
     def make(policy, where):
         target, draft = models
+        eagle = any(v.drafter.kind == "eagle" for v in policy.variants())
         prompts = [np.random.default_rng(seed).integers(0, 256, n).tolist() for seed, n in enumerate((30, 90, 17))]
         s = Sequences(
             target.decoder, 130, 3, history=job.history_spec([policy]), backend="reference", kv_where=where,
-            companions={"small": draft.decoder},
+            companions={} if eagle else {"small": draft.decoder},
+            heads={"head": new_head(target.decoder, torch.arange(250), seed=0)} if eagle else {},
         )  # fmt: skip
         s.prefill(prompts, [16, 20, 11])
         return s

@@ -27,6 +27,10 @@ def policy(**parts):
             {"verify_kv": PARTIAL, **LOOKUP, "cells": [{"overrides": {"verify_kv": {"budget": 64}}}]},
             "kv.where is 'host', and cells verify over different selections",
         ),
+        (
+            {"drafter": {"kind": "eagle", "model": "head", "tree": {"width": 2, "nodes": 8}}},
+            "drafter.tree is '2 wide', which keys in host memory cannot serve",
+        ),
         ({"kv": {"where": "disk"}}, "kv.where is 'disk'; use one of device, host"),
         ({"kv": {"where": "device"}, "verify_kv": {"refresh": "full"}}, "verify_kv.refresh is 'full', which mode full"),
     ],
