@@ -36,8 +36,11 @@ def tiny(tiny_checkpoint, tmp_path_factory):
     return {"model": model, "workload": {**workload, "new_tokens": 30}, "policy": policy}
 
 
-@pytest.mark.parametrize("batch", [1, 2])
-def test_recordings_hold_the_plain_output_and_name_the_head(tiny, tmp_path, batch):
+@pytest.mark.parametrize(("batch", "tree"), [(1, None), (2, None), (2, {"width": 3, "nodes": 8})])
+def test_recordings_hold_the_plain_output_and_name_the_head(tiny, tmp_path, batch, tree):
+    """And replay to their own rounds, of trees those only: what another shape would accept, they do not show."""
+    drafter = {**tiny["policy"]["drafter"], "tree": tree}
+    tiny = {**tiny, "policy": {**tiny["policy"], "drafter": drafter}}
     record.run({**tiny, "policy": {"drafter": {"kind": "none"}}, "out": str(tmp_path / "plain")})
     record.run({**tiny, "batch": batch, "out": str(tmp_path / "t")})
     trace = read_trace(tmp_path / "t")
@@ -47,6 +50,9 @@ def test_recordings_hold_the_plain_output_and_name_the_head(tiny, tmp_path, batc
     assert trace.meta["draft_models"] == {name: head.digest}
     (replayed,) = replay_rounds(trace, [policy_from_mapping(tiny["policy"])])
     assert replayed.accepted.tolist() == trace.rounds["accepted"].to_pylist()
+    other = {**tiny["policy"], "drafter": {**drafter, "tree": {"width": 4, "nodes": 8}}}
+    with pytest.raises(UserError, match="drafter.tree"):
+        replay_rounds(trace, [policy_from_mapping(other)])
 
 
 def test_dense_recordings_refuse_a_head(tiny, tmp_path):
