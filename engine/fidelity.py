@@ -6,7 +6,7 @@ Per document: how far its text agrees with plain decoding. Leaves out sampled de
 likeliest, and what a selection holds of the target's attention (arr).
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -147,6 +147,31 @@ def summary(documents: Sequence[Fidelity]) -> dict[str, Any]:
         "prefix_frac": sum(f.prefix_tokens for f in documents) / plain if plain else None,
         "token_agreement": sum(f.agreeing_tokens for f in documents) / plain if plain else None,
     }
+
+
+def intervals(documents: Sequence[Fidelity], resamples: int, seed: int) -> dict[str, list[float]]:
+    """95 % bootstrap intervals over documents of top-1 agreement and, where it is known of every document, KL."""
+    draws = np.random.default_rng(seed).integers(0, len(documents), (max(resamples, 1), len(documents)))
+    found = {}
+    for name, values in (
+        ("top1_agreement", [f.top1_match.astype(np.float64) for f in documents]),
+        ("kl_nats", [f.kl_nats[~np.isnan(f.kl_nats)].astype(np.float64) for f in documents]),
+    ):
+        total, count = np.array([v.sum() for v in values]), np.array([len(v) for v in values])
+        if count.min() > 0:
+            low, high = np.percentile(total[draws].sum(axis=1) / count[draws].sum(axis=1), [2.5, 97.5])
+            found[f"{name}_interval"] = [float(low), float(high)]
+    return found
+
+
+def error_of(predicted: Mapping[str, Any] | None, measured: Mapping[str, Any]) -> dict[str, float | None]:
+    """A prediction minus what `summary` says, None where either is not known."""
+    found: dict[str, float | None] = {}
+    for name in ("top1_agreement", "kl_nats"):
+        value = ((predicted or {}).get(name) or {}).get("value")
+        known = value is not None and measured[name] is not None
+        found[name] = float(value - measured[name]) if known else None
+    return found
 
 
 def probes_table(doc: int, prompt_tokens: int, found: Fidelity) -> dict[str, Any]:

@@ -14,7 +14,6 @@ extrapolated and counted, but acceptance stays what it was there. Full rounds er
 the context: probes are of their trace's.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -354,7 +353,3 @@ def describe(model: Model) -> list[dict[str, Any]]:
         for selection in model.selections.values()
         for name, curve in selection.curves.items()
     ]
-
-
-def any_lossy(policies: Sequence[Policy]) -> bool:
-    return any(not policy.lossless for policy in policies)

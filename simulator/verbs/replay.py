@@ -1,6 +1,9 @@
-"""`replay`: what policies would have done on a trace, as a table, replay.json and the first policy's numbers."""
+"""`replay`: what policies would have done on a trace, as tables, replay.json, policy files and the first one's numbers.
 
-from dataclasses import dataclass, field
+Lossy policies have a table of their own: they are never ranked together with lossless ones.
+"""
+
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -8,13 +11,16 @@ from specdial.engine.trace.reader import read_trace
 from specdial.policies.artifact import claim_directory, provenance, write_json_atomic
 from specdial.policies.errors import UserError
 from specdial.policies.fields import parse, setting, to_plain
-from specdial.policies.file import load_policy, policy_digest
+from specdial.policies.file import load_policy, policy_digest, save_policy
 from specdial.policies.schema import Policy, policy_from_mapping
 from specdial.simulator.costs import CostModel
 from specdial.simulator.crossover import Corner, crossover_surface
+from specdial.simulator.expected import expected_block
+from specdial.simulator.fidelity import describe
 from specdial.simulator.inversion import Inversion, inversion_table
 from specdial.simulator.lanes import Record, read_record
 from specdial.simulator.load import caveats, load_costs, marked, trace_digest
+from specdial.simulator.lossy_tables import print_fidelity, print_lossy
 from specdial.simulator.outcome import Outcome
 from specdial.simulator.replay import replay
 from specdial.simulator.tables import print_costs, print_inversion, print_outcomes, print_surface
@@ -58,7 +64,10 @@ class _Result:
 
 
 def run(settings: dict[str, Any]) -> dict[str, Any]:
-    """Replay, print, write `out`/replay.json; returns the first policy's numbers (see Outcome.plain)."""
+    """Replay, print, write `out`: replay.json and policies/, each with its prediction, for validate to hold it to.
+
+    Returns the first policy's numbers (see Outcome.plain).
+    """
     s = parse(Settings, settings)
     policies = [resolve_policy(value, i) for i, value in enumerate(s.policies)]
     if not policies and not s.inversion:
@@ -70,9 +79,15 @@ def run(settings: dict[str, Any]) -> dict[str, Any]:
     contexts = [round(context) for context in costs.contexts()]
     surface = crossover_surface(record, costs, contexts, costs.batches(), s.split) if s.inversion else []
     result = _Result(record, costs, outcomes, inversions, surface)
-    if outcomes:
-        title = f"replay of {record.trace.path.name}, split {s.split or 'all'}, batch {s.batch}"
-        print_outcomes(outcomes, marked(title, caveats(record.trace, costs)))
+    title = f"replay of {record.trace.path.name}, split {s.split or 'all'}, batch {s.batch}"
+    title = marked(title, caveats(record.trace, costs))
+    lossless, lossy = ([o for o in outcomes if o.lossless is kind] for kind in (True, False))
+    if lossless:
+        print_outcomes(lossless, title)
+    if lossy:
+        print_lossy(lossy, f"lossy: {title}")
+        if record.fidelity is not None:
+            print_fidelity(record.fidelity)
     if inversions:
         print_inversion(inversions)
         print_surface(surface)
@@ -80,6 +95,7 @@ def run(settings: dict[str, Any]) -> dict[str, Any]:
     document = _document(s, result)
     if s.out is not None:
         claim_directory(Path(s.out), "replay", to_plain(s))
+        _write_policies(Path(s.out), result, document["trace_digest"], s.split or "all")
         write_json_atomic(Path(s.out) / "replay.json", document)
     first: dict[str, Any] = document["outcomes"][0] if outcomes else {}
     return {
@@ -100,6 +116,22 @@ def resolve_policy(value: object, number: int = 0) -> Policy:
     raise UserError(f"policies[{number}] must be a mapping or a path, got {value!r}", "give a policy or its file")
 
 
+def _write_policies(out: Path, result: _Result, digest: str, split: str) -> None:
+    """A file for every policy that has a predicted speed, numbered where several share a name."""
+    priced = [outcome for outcome in result.outcomes if outcome.speedup is not None]
+    names = [outcome.policy.name for outcome in priced]
+    for i, outcome in enumerate(priced):
+        name = names[i] if names.count(names[i]) == 1 else f"{names[i]}-{names[: i + 1].count(names[i])}"
+        stamp = {
+            **provenance(),
+            "model_digest": result.record.trace.meta["model"]["digest"],
+            "trace_digest": digest,
+            "policy_digest": policy_digest(outcome.policy),
+        }
+        expected = expected_block(outcome, result.record, result.costs, split=split, digest=digest)
+        save_policy(replace(outcome.policy, expected=expected, provenance=stamp), out / "policies" / f"{name}.yaml")
+
+
 def _document(s: Settings, result: _Result) -> dict[str, Any]:
     meta = result.record.trace.meta
     return {
@@ -116,6 +148,7 @@ def _document(s: Settings, result: _Result) -> dict[str, Any]:
             {**outcome.plain(), "policy_digest": policy_digest(outcome.policy), "decisions": outcome.policy.decisions()}
             for outcome in result.outcomes
         ],
+        "fidelity_model": describe(result.record.fidelity) if result.record.fidelity is not None else [],
         "inversion": [to_plain(inversion) for inversion in result.inversions],
         "surface": [to_plain(corner) for corner in result.surface],
         "provenance": provenance(),

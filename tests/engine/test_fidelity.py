@@ -134,10 +134,23 @@ def test_what_cannot_be_judged_is_refused(shared, tmp_path, changes, says):
 
 
 def test_validate_says_what_a_lossy_policy_costs_beside_its_speed(shared, tmp_path, capsys):
-    settings = {**shared, "policies": [LOSSY, WHOLE], "split": "all", "repeats": 1, "bootstrap": 10}
+    said = {"value": 0.9, "low": 0.8, "high": 1.0}
+    expected = {"speedup": 1.2, "fidelity": {"top1_agreement": said, "kl_nats": {**said, "value": 0.25}, "arr": None}}
+    exact = {**LOSSY, "name": "exact", "verify_kv": {}, "expected": {"speedup": 1.1}}
+    policies = [{**LOSSY, "expected": expected}, WHOLE, exact]
+    settings = {**shared, "policies": policies, "split": "all", "repeats": 1, "bootstrap": 10}
     validate.run({**settings, "out": str(tmp_path / "v")})
-    lossy, whole = json.loads((tmp_path / "v" / "validation.json").read_text())["policies"]
-    assert (lossy["lossless"], whole["lossless"]) == (False, False)
+    validation = json.loads((tmp_path / "v" / "validation.json").read_text())
+    lossy, whole, lossless = validation["policies"]
+    assert (lossy["lossless"], whole["lossless"], lossless["lossless"]) == (False, False, True)
+    assert (validation["regret"], validation["lossy_ranking"]["regret"]) == (None, None), "one prediction of each kind"
+    assert lossy["predicted"]["fidelity"] == expected["fidelity"]
+    error = lossy["measured"]["fidelity"]["kl_nats"] + lossy["fidelity_error"]["kl_nats"]
+    assert error == pytest.approx(0.25)
+    low, high = lossy["measured"]["fidelity"]["top1_agreement_interval"]
+    assert low <= lossy["measured"]["fidelity"]["top1_agreement"] <= high
+    assert whole["fidelity_error"] == {"top1_agreement": None, "kl_nats": None}
+    assert "fidelity" not in lossless["measured"]
     assert whole["measured"]["fidelity"]["top1_agreement"] == 1.0
     assert whole["measured"]["documents_differing_from_plain"] == 0
     assert 0.0 < lossy["measured"]["fidelity"]["top1_agreement"] <= 1.0
@@ -145,4 +158,4 @@ def test_validate_says_what_a_lossy_policy_costs_beside_its_speed(shared, tmp_pa
     saved = load_policy(tmp_path / "v" / "policies" / "lossy.yaml")
     assert saved.measured["fidelity"] == lossy["measured"]["fidelity"]
     printed = capsys.readouterr().out
-    assert all(column in printed for column in ("top-1", "KL nats", "same text"))
+    assert all(column in printed for column in ("top-1", "KL nats", "same text", "(90.0%)", "(0.25)"))

@@ -1,21 +1,26 @@
 """Replay of policies that verify partially: their schedule and price, what they accept, what their tokens are worth."""
 
 import dataclasses
+import json
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pytest
 
 from specdial.engine.trace.reader import CostTable
 from specdial.engine.trace.schema import COSTS, PARTIAL_OPS, PROBES
 from specdial.engine.trace.sources import of_source, source_label
+from specdial.engine.trace.writer import write_costs, write_table
 from specdial.policies.fields import to_plain
+from specdial.policies.file import load_policy
 from specdial.policies.schema import ScoringHeads, VerifyKV
 from specdial.simulator.costs import CostModel
 from specdial.simulator.fidelity import Model, predict
 from specdial.simulator.lanes import read_record
 from specdial.simulator.replay import replay
-from specdial.simulator.synthetic import cost_us
+from specdial.simulator.synthetic import Shape, cost_us, write_trace
+from specdial.simulator.verbs import replay as replay_verb
 
 PARTIAL = VerifyKV(mode="partial", source="history")
 BUDGETS = (64, 256)
@@ -31,8 +36,8 @@ def priced(op, context, k, budget):
     return cost_us(op, context, 1, k, budget)
 
 
-@pytest.fixture(scope="module")
-def lossy_costs():
+def cost_rows():
+    """A cost table's rows for one drafter, alone and with source history."""
     rows = []
     for context in (256, 1024):
         places = {op: [(k, 0) for k in (0, 8)] for op in ("verify", "host", "host_partial")}
@@ -48,7 +53,12 @@ def lossy_costs():
                     rows.append(row | {"source": "", "drafter": "none" if op == "plain" else "sparse_self"})
                 if op != "plain":
                     rows.append(row)
-    return CostModel.from_table(CostTable("made up", {"model": {}}, pa.Table.from_pylist(rows, COSTS)))
+    return rows
+
+
+@pytest.fixture(scope="module")
+def lossy_costs():
+    return CostModel.from_table(CostTable("made up", {"model": {}}, pa.Table.from_pylist(cost_rows(), COSTS)))
 
 
 def probed(trace, error, *, kept=1.0, flat=False):
@@ -149,7 +159,7 @@ def test_curves_find_what_probes_were_made_by(trace):
         for budget in BUDGETS:
             for age in (1, 3):
                 found = curve.error(float(budget), np.array([float(age)]))[0, 0]
-                close = {"abs": 0.015} if name == "top1" else {"rel": 0.06}  # the one is drawn, a few times
+                close = {"abs": 0.04} if name == "top1" else {"rel": 0.06}  # the one is drawn, a few times
                 assert found == pytest.approx(power(budget, age, name), **close)
         assert curve.held_out < curve.mean_alone
 
@@ -206,6 +216,41 @@ def test_a_source_that_was_not_timed_is_refused(trace, costs, policy):
     (outcome,) = replay(record, costs, [policy("fixed", controller={"k": 4}, verify_kv=partial(4))])
     assert (outcome.level, outcome.lossless) == ("refused", False)
     assert "no measurement of" in outcome.reason
+
+
+def test_replay_shows_lossy_policies_apart_and_writes_what_it_predicts(tmp_path, trace, policy, capsys):
+    write_trace(tmp_path / "trace", Shape())
+    given = probed(trace, power)
+    (tmp_path / "trace" / "meta.json").write_text(json.dumps(given.meta))
+    for doc in range(6):
+        mine = given.probes.filter(pc.equal(given.probes["doc"], doc))
+        columns = {name: mine[name].to_pylist() for name in mine.column_names}
+        write_table(tmp_path / "trace" / f"probes-{doc:05d}.parquet", columns, PROBES)
+    write_costs(tmp_path / "costs", {"model": given.meta["model"]}, cost_rows())
+    policies = [
+        policy("fixed", name="exact"),
+        policy("fixed", name="lossy", verify_kv=partial(4)),
+        policy("fixed", name="unknown", verify_kv=partial(4, budget=512)),
+    ]
+    replay_verb.run(
+        {
+            "trace": str(tmp_path / "trace"), "costs": str(tmp_path / "costs"), "out": str(tmp_path / "out"),
+            "policies": [to_plain(one) for one in policies], "bootstrap": 50,
+        }
+    )  # fmt: skip
+    printed = capsys.readouterr().out
+    exact_table, lossy_table = printed.split("lossy: replay of")
+    assert "exact" in exact_table
+    assert "KL nats" in lossy_table
+    assert "unknown: refused: it is lossy: a verification of 512 keys" in lossy_table
+    assert "fidelity from history, fitted on train" in lossy_table
+    written = json.loads((tmp_path / "out" / "replay.json").read_text())
+    assert [o["lossless"] for o in written["outcomes"]] == [True, False, False]
+    assert [o["fidelity"] is None for o in written["outcomes"]] == [True, False, True]
+    assert {row["quantity"] for row in written["fidelity_model"]} >= {"kl_nats", "top1", "arr"}
+    saved = load_policy(tmp_path / "out" / "policies" / "lossy.yaml")
+    assert saved.expected["fidelity"] == written["outcomes"][1]["fidelity"]
+    assert sorted(path.stem for path in (tmp_path / "out" / "policies").iterdir()) == ["exact", "lossy"]
 
 
 def test_labels_of_sources_tell_costs_apart():
