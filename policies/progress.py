@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 LINE_INTERVAL_S = 15.0
 
@@ -30,14 +30,14 @@ class Bar:
         """Change the words; a line is due only now and then."""
         self._note = note or self._note
         if self._live is not None and self._task is not None:
-            self._live.update(self._task, completed=self._done, note=escape(self._note))
+            self._live.update(self._task, completed=self._done, note=escape(f"{self._note}{self._time_left()}"))
         elif time.monotonic() - self._last_line_s > LINE_INTERVAL_S:
             self._last_line_s = time.monotonic()
             words = f"{self._title} {self._done}/{self._total} {self._note}".strip()
             print(f"{words}{self._time_left()}", file=sys.stderr, flush=True)
 
     def _time_left(self) -> str:
-        """What is left at the speed so far, once there is one."""
+        """What is left at the speed so far, once there is one; one step is enough to tell."""
         if not 0 < self._done < self._total:
             return ""
         left_s = (time.monotonic() - self._started_s) / self._done * (self._total - self._done)
@@ -55,8 +55,6 @@ def progress(title: str, total: int) -> Iterator[Bar]:
         BarColumn(bar_width=24),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
-        TextColumn("left"),
-        TimeRemainingColumn(),
         TextColumn("{task.fields[note]}"),
     )
     with Progress(*columns, console=Console(stderr=True), transient=True) as live:

@@ -95,7 +95,7 @@ def test_a_terminal_gets_a_bar_that_cleans_up_after_an_error(capsys, terminal):
     with pytest.raises(RuntimeError):
         fail()
     assert "validate" in screen.text
-    assert "plain [b]" in screen.text
+    assert "plain [b], about 0 s left" in screen.text
     assert screen.text.rstrip().endswith(("\x1b[?25h", "\x1b[2K", "\x1b[1A\x1b[2K"))  # cursor shown, line cleared
     assert capsys.readouterr().out == ""
 
