@@ -14,6 +14,7 @@ NAMES = {
         "controller": FIXED,
         "drafter": {"kind": "eagle", "model": "head", "tree": {"width": 4, "nodes": 9}},
     },
+    "eagle-w10n60-fixed-k4-b512": {"controller": FIXED, "drafter": {"kind": "eagle", "model": "head", "tree": {}}},
     "lookup-fixed-k4-b512": {"controller": FIXED, "drafter": {"kind": "lookup"}},
     "fp8-fixed-k4-f0.05": {
         "controller": FIXED,
