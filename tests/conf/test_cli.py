@@ -180,6 +180,8 @@ def test_a_policy_can_be_a_name_a_file_or_a_folder(tmp_path, monkeypatch):
         save_policy(policy, tmp_path / "found" / f"{name}.yaml")
     assert settings_of("run", "policy=sparse_self")["policy"]["name"] == "sparse_self"
     assert settings_of("run", "policy=found/a.yaml")["policy"]["name"] == "a"
+    assert settings_of("run", "policy=found/a.yaml")["policy_file"] == "found/a.yaml"
+    assert settings_of("run", "policy=found/a.yaml", "controller=fixed", "controller.k=7")["policy_file"] is None
     assert [p["name"] for p in settings_of("validate", "policy=found")["policies"]] == ["a", "b"]
     assert settings_of("validate", "policy=found")["policies"][0]["expected"] == {"speedup": 2.0}
 
