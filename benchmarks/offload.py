@@ -2,9 +2,9 @@
 
 Random weights and keys, and synthetic acceptance (marked in every record: two of four drafts, every round), so these
 are costs, not speedups on text. An EAGLE-3 head drafts; partial rounds read sink, retrieval and window of SpecPV's
-sizes, chosen by scoring heads after full rounds. A record a full period: tokens a second over whole periods, how long a
-full round's layers took to move, and which share of that was hidden behind the round's own work. Gate first: on four
-layers, verifications with keys in host memory agree with those on the device.
+sizes, chosen after full rounds by page bounds, or by scoring heads. A record a full period: tokens a second over whole
+periods, how long a full round's layers took to move, and which share of that was hidden behind the round's own work.
+Gate first: on four layers, verifications with keys in host memory agree with those on the device.
 
     python3 benchmarks/offload.py --out benchmarks/results/specpv.json
 """
@@ -23,7 +23,7 @@ from _bench import finish, gate, record, relative_error
 
 from specdial.engine.eagle_training import new_config
 from specdial.engine.free_memory import free_host_bytes
-from specdial.engine.job import backend_for, gathered_keys, most_recomputed
+from specdial.engine.job import backend_for, gathered_keys, most_recomputed, summary_bytes
 from specdial.engine.loop import Decoding
 from specdial.engine.memory import Demand, predict
 from specdial.engine.models import Decoder
@@ -44,14 +44,16 @@ PARTS = ("draft", "verify", "select", "host")
 FULL_ROUNDS = {1: 4, 8: 2, 32: 2, 64: 2}  # measured at a full period
 
 
-def policy(full_period, layers, heads):
-    """SpecPV's partial cache: 2 blocks of sink, 256 retrieved, 8 of window, 16 tokens each."""
-    kv = {"mode": "partial", "full_period": full_period, "refresh": "full", "scope": "model", "sink": 32, "recent": 128}
-    some = sorted({(layers // 2, h) for h in range(0, heads, max(heads // 4, 1))})
+def policy(full_period, source, layers, heads):
+    """SpecPV's partial cache: 2 blocks of sink, 256 retrieved, 8 of window, of 16 tokens; by scoring heads, single keys."""
+    kv = {"mode": "partial", "full_period": full_period, "refresh": "full", "sink": 32, "recent": 128}
+    by = {"source": "page_bound", "page": 16} if source == "page_bound" else {"scope": "model"}
+    parts = {"verify_kv": {**kv, **by, "budget": 32 + 4096 + 128}}
+    if source == "heads":
+        parts["scoring_heads"] = {"target": [[layers // 2, h] for h in range(0, heads, max(heads // 4, 1))]}
     return policy_from_mapping({
         "name": f"specpv-p{full_period}", "kv": {"where": "host"}, "controller": {"kind": "fixed", "k": K},
-        "drafter": {"kind": "eagle", "model": "head"}, "verify_kv": {**kv, "budget": 32 + 4096 + 128},
-        "scoring_heads": {"target": [list(pair) for pair in some]},
+        "drafter": {"kind": "eagle", "model": "head"}, **parts,
     })  # fmt: skip
 
 
@@ -90,25 +92,27 @@ def filled(decoder, context, where, head=None, batch=1):
 
 
 @torch.inference_mode()
-def check(config, device, dtype):
+def check(config, source, device, dtype):
     """Logits of a choosing and a keeping partial block, and of a correcting full one, against keys on the device."""
     shallow = dataclasses.replace(config, layers=min(config.layers, 4))
     decoder = Decoder.from_weights(
         shallow, RandomWeights(shallow, 0, torch.device(device), dtype), device=device, dtype=dtype
     )
-    one = policy(4, shallow.layers, shallow.heads)
+    one = policy(4, source, shallow.layers, shallow.heads)
     tokens = torch.arange(3 * (K + 1), device=device).view(3, K + 1) + 7
     found = []
     for where in ("device", "host"):
         s, _ = filled(decoder, 6000, where, batch=3)
         queries, (verification,) = verifications(s, one, [None])
-        queries.start()
+        if queries is not None:
+            queries.start()
         outputs, counts = [], torch.tensor([5, 2, 1], device=device)
         for plan in (
             Plan(partial=True, since_full=1),
             Plan(partial=True, since_full=2, chooses=False),
             Plan(recomputed=16),
         ):
+            s.turn += 1
             verification.prepare(plan)
             block = verification.block(tokens, plan, k=torch.full_like(counts, K), padded=True, rows=True)
             outputs.append(block.logits.clone())
@@ -187,7 +191,9 @@ def predicted_bytes(s, policies):
     weights = [
         getattr(reader.head.weights, f.name) for reader in s.heads.values() for f in dataclasses.fields(HeadWeights)
     ]
-    return predict(demand).total + sum(heads) + sum(t.nbytes for t in weights)
+    return (
+        predict(demand).total + summary_bytes(demand, s.batch, policies) + sum(heads) + sum(t.nbytes for t in weights)
+    )
 
 
 def main():
@@ -196,10 +202,11 @@ def main():
     parser.add_argument("--shape", default="llama-3.1-8b", choices=sorted(SHAPES))
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--context", type=int, default=0, help="tokens; 0: what fills free host memory but 15 %%")
+    parser.add_argument("--source", default="page_bound", choices=("page_bound", "heads"))
     parser.add_argument("--periods", type=int, nargs="+", default=sorted(FULL_ROUNDS))
     arguments = parser.parse_args()
     dtype = torch.bfloat16 if arguments.device == "cuda" else torch.float32
-    check(SHAPES[arguments.shape], arguments.device, dtype)
+    check(SHAPES[arguments.shape], arguments.source, arguments.device, dtype)
     model = load_model(f"shape:{arguments.shape}", device=arguments.device, dtype=str(dtype).removeprefix("torch."))
     c = model.config
     context = arguments.context or longest_context(c, dtype)
@@ -208,11 +215,11 @@ def main():
     print(
         f"{context} tokens, {host_bytes / 1e9:.1f} GB in host memory: {made_s:.1f} s to lock, {filled_s:.1f} s to fill"
     )
-    policies = [policy(period, c.layers, c.heads) for period in arguments.periods]
+    policies = [policy(period, arguments.source, c.layers, c.heads) for period in arguments.periods]
     about = f"{c.name} shape, random weights and keys, B 1, context {context}, keys in host memory"
     records = [measured(s, plain_policy(), "P3-plain", f"{about}, plain decoding", 3)]
     for one, period in zip(policies, arguments.periods):
-        what = f"{about}, EAGLE-3 k {K}, full period {period}, 4,256 keys in partial rounds, synthetic acceptance"
+        what = f"{about}, EAGLE-3 k {K}, full period {period}, 4,256 keys by {arguments.source}, synthetic acceptance"
         records.append(measured(s, one, f"P3-{period}", what, FULL_ROUNDS.get(period, 2)))
         print(records[-1]["id"], records[-1]["value"], flush=True)
     for row in records:
