@@ -45,7 +45,7 @@ FULL_ROUNDS = {1: 4, 8: 2, 32: 2, 64: 2}  # measured at a full period
 
 
 def policy(full_period, source, layers, heads):
-    """SpecPV's partial cache: 2 blocks of sink, 256 retrieved, 8 of window, of 16 tokens; by scoring heads, single keys."""
+    """SpecPV's partial cache: 2 blocks of sink, 256 retrieved, 8 of window, 16 tokens each; single keys by heads."""
     kv = {"mode": "partial", "full_period": full_period, "refresh": "full", "sink": 32, "recent": 128}
     by = {"source": "page_bound", "page": 16} if source == "page_bound" else {"scope": "model"}
     parts = {"verify_kv": {**kv, **by, "budget": 32 + 4096 + 128}}
