@@ -96,6 +96,8 @@ def _drafted(record: Record, policy: Policy, batch: int) -> Support:
             return _refused("the trace is sparse and holds too few drafts to model others: record with dense=true")
         if any(variant.drafter.may_have_none for variant in policy.variants()):
             return _refused("the trace is sparse, and does not show where its drafter had no draft: record that policy")
+        if any(variant.drafter.tree for variant in policy.variants()):
+            return _refused("it drafts trees, and the trace shows no other tree than its own: record that policy")
         level = "modelled"
         reasons.append("the trace is sparse: chains that were not recorded are drawn from those that were")
     arms: list[int] = []

@@ -6,7 +6,7 @@ the formats (one module per engine) and what the loss is predicted to cost (expo
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from specdial.policies.controllers import FixedConfig, NoneConfig, longest_draft
 from specdial.policies.drafting import Drafter
@@ -89,7 +89,8 @@ def plan(policy: Policy, options: Options, drafters: Iterable[str], *, keeps: It
     """Choose the one drafter and the draft lengths an engine can express.
 
     drafters: what it has, of exporters.options.STAND_INS. keeps: adaptive controllers it has the like of, whose rows
-    the exporter writes itself. Raises UserError where nothing of the policy's speculation would remain.
+    the exporter writes itself, and "tree" where it drafts trees of one shape. Raises UserError where nothing of the
+    policy's speculation would remain.
     """
     able = tuple(drafters)
     variants = policy.variants()
@@ -99,7 +100,9 @@ def plan(policy: Policy, options: Options, drafters: Iterable[str], *, keeps: It
             f"this target has no {options.stand_in} drafter",
             f"use stand_in={' or '.join(k for k in STAND_INS if k in able)}",
         )
-    drafter = _drafter(policy, options, able, drafting)
+    drafter, left = _drafter(policy, options, able, drafting), set(keeps)
+    if "tree" not in left or len({v.drafter.tree for v in drafting}) > 1:
+        drafter = replace(drafter, tree=None)
     rows: list[Row] = []
     lengths = []
     for i, variant in enumerate(variants):
@@ -115,7 +118,6 @@ def plan(policy: Policy, options: Options, drafters: Iterable[str], *, keeps: It
     batches = _ranges(1, [(c.from_batch, c.to_batch) for c in policy.cells])
     cell = tuple(tuple(policy.variant_index(c, b) for b, _ in batches) for c, _ in contexts)
     grid = tuple(tuple(lengths[i].k for i in row) for row in cell)
-    left = set(keeps)
     said = tuple(None if v.controller.kind in left else length for v, length in zip(variants, lengths))
     return Plan(policy, options, drafter, options.stand_in, contexts, batches, grid, cell, said, tuple(rows))
 
@@ -156,9 +158,11 @@ def _variant(
     if options.stand_in is not None:
         stand_in = f"{options.stand_in} {options.stand_in_model}".strip()
         rows.append(("drafter", "approximated", f"{variant.drafter.label} replaced by {stand_in}, as asked"))
-    elif variant.drafter != drafter:
+    elif replace(variant.drafter, tree=drafter.tree) != drafter:
         note = f"{variant.drafter.label} beside {drafter.label}: one drafter an engine, no speculation here"
         return Length(0, "dropped", "no speculation", said=False), [("drafter", "dropped", note)]
+    elif variant.drafter.tree and not drafter.tree:
+        rows.append(("drafter.tree", "dropped", "drafts a chain"))
     if variant.drafter.reads_selection:
         rows.append(("draft_kv", "dropped", "drafts over a selection of keys"))
     if not variant.verify_kv.lossless:

@@ -1,11 +1,11 @@
 """SGLang: server arguments as the YAML of `--config`, and for EAGLE heads the JSON of adaptive draft lengths.
 
 Arguments: docs/advanced_features/{server_arguments,speculative_decoding,adaptive_speculative_decoding}.md of
-https://github.com/sgl-project/sglang. Without branching (topk 1) num-draft-tokens is num-steps + 1: it counts the last
-committed token, which NGRAM's does as well (python/sglang/srt/speculative/ngram_worker.py). The adaptive file maps the
-first batch of a range, as text, to candidate steps (python/sglang/srt/speculative/adaptive_spec_params.py and
-adaptive_step_router.py); only EAGLE and EAGLE3 with topk 1 read it. Leaves out the trie's size and
-depth, whose meaning differs from the length of the looked-up n-gram.
+https://github.com/sgl-project/sglang. num-draft-tokens counts the last committed token, which NGRAM's does as well
+(python/sglang/srt/speculative/ngram_worker.py): without branching (topk 1) it is num-steps + 1. The adaptive file maps
+the first batch of a range, as text, to candidate steps (python/sglang/srt/speculative/adaptive_spec_params.py and
+adaptive_step_router.py); only EAGLE and EAGLE3 with topk 1 read it. Leaves out the trie's size and depth, whose meaning
+differs from the length of the looked-up n-gram.
 """
 
 import json
@@ -29,8 +29,10 @@ ADAPTIVE_FILE = ".adaptive.json"
 def lower(policy: Policy, options: Options, stem: str) -> Lowered:
     """Server arguments, none for a policy that never drafts; with EAGLE heads a second file where k varies by batch."""
     lengths = _lengths(policy) if (options.stand_in or engine_kind(policy.drafter)) in ADAPTIVE else ()
-    p = plan(policy, options, ALGORITHMS, keeps=("rate",) if lengths else ())
-    kind = p.kind
+    p = plan(policy, options, ALGORITHMS, keeps=("rate",) if lengths else ("tree",))
+    if p.drafter.tree and p.varies_by_batch:
+        p = plan(policy, options, ALGORITHMS)
+    kind, tree = p.kind, p.drafter.tree
     by_batch = p.by_batch(p.at_context)
     adaptive = kind in ADAPTIVE and (len(by_batch) > 1 or bool(lengths))
     rows = [*p.rows, *length_rows(p, context=False, batch=adaptive)]
@@ -52,8 +54,8 @@ def lower(policy: Policy, options: Options, stem: str) -> Lowered:
         arguments |= {
             "speculative-draft-model-path": p.drafter.model,
             "speculative-num-steps": k,
-            "speculative-eagle-topk": 1,
-            "speculative-num-draft-tokens": k + 1,
+            "speculative-eagle-topk": tree.width if tree else 1,
+            "speculative-num-draft-tokens": (tree.size(k) if tree else k) + 1,
         }
         rows += model_row(p)
     files = {".yaml": ""}

@@ -149,6 +149,16 @@ def test_our_eagle_heads_are_eagle_3s():
     assert parsed("tensorrt_llm", lower("tensorrt_llm", HEAD))["speculative_config"]["decoding_type"] == "Eagle3"
     assert parsed("llama_cpp", lower("llama_cpp", HEAD))[1] == "draft-eagle3"
     assert {row.fate for row in lower("vllm", HEAD).rows} == {"kept"}
+    tree = {**HEAD, "drafter": {**HEAD["drafter"], "tree": {"width": 4, "nodes": 20}}}
+    arguments = parsed("sglang", lower("sglang", tree))
+    assert [arguments[f"speculative-{name}"] for name in ("num-steps", "eagle-topk", "num-draft-tokens")] == [4, 4, 21]
+    assert {row.fate for row in lower("sglang", tree).rows} == {"kept"}
+    assert ("drafter.tree", "dropped") in {(row.axis, row.fate) for row in lower("vllm", tree).rows}
+    assert lower("vllm", tree).effective.drafter.tree is None
+    silent = {**tree, "cells": [{"from_batch": 9, "overrides": {"controller": {"kind": "none"}}}]}
+    varying = lower("sglang", silent)
+    assert parsed("sglang", varying)["speculative-eagle-topk"] == 1, "its adaptive lengths know no trees"
+    assert ("drafter.tree", "dropped") in {(row.axis, row.fate) for row in varying.rows}
     with pytest.raises(UserError, match="drafts by eagle, which this target has not"):
         lower("transformers", HEAD)
     rate = {**HEAD, "controller": {"kind": "rate", "k_max": 8, "k_set": [2, 5]}}
