@@ -58,7 +58,13 @@ class Journal(JournalFileBackend):
                 end -= 1
             file.truncate(end)
             file.seek(end)
-            file.write(text.encode())
+            left = memoryview(text.encode())
+            try:
+                while left:  # a full disk takes a part, and refuses the next
+                    left = left[file.write(left) :]
+            except OSError as error:
+                cause = f"cannot write {self.path}: {error.strerror}"
+                raise UserError(cause, "free space or choose another out=") from None
 
 
 def open_storage(where: str) -> BaseStorage:
