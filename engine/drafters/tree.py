@@ -79,7 +79,7 @@ class TreeEagle(Eagle):
             totals = (totals[..., None] + found).flatten(1)  # [B, R W]
             tokens.append(head.token_ids[places].flatten(1))
             scores.append(totals)
-            parents.append(rooted.repeat_interleave(W, dim=1))
+            parents.append(rooted[..., None].expand(places.shape).flatten(1))
             depths.append(torch.full_like(parents[-1], level + 1))
             if level + 1 < depth:
                 before = 1 + sum(t.shape[1] for t in scores[1:-1])

@@ -37,30 +37,43 @@ def decode(s, policy):
     return [list(t) for t in s.tokens], rounds
 
 
-def eagle(controller):
-    return policy_from_mapping({"drafter": {"kind": "eagle", "model": "head"}, "controller": controller})
+FIXED = {"kind": "fixed", "k": 4}
+
+
+def eagle(controller, tree=None):
+    drafter = {"kind": "eagle", "model": "head", "tree": tree}
+    return policy_from_mapping({"drafter": drafter, "controller": controller})
 
 
 @pytest.mark.parametrize(
-    "controller", [{"kind": "fixed", "k": 4}, {"kind": "entropy"}, {"kind": "rate", "gamma": 0.1, "lag": 1}]
+    ("controller", "tree"),
+    [
+        (FIXED, None),
+        ({"kind": "entropy"}, None),
+        ({"kind": "rate", "gamma": 0.1, "lag": 1}, None),
+        (FIXED, {"width": 4, "nodes": 15}),  # 48 rows, through the most fused kernels
+        (FIXED, {"width": 10, "nodes": 60}),
+    ],
 )
-def test_lossless_on_cuda_and_the_same_drafts_again(tiny_checkpoint, controller):
+def test_lossless_on_cuda_and_the_same_drafts_again(tiny_checkpoint, controller, tree):
     decoder = target(tiny_checkpoint, "float32")
-    s = Sequences(decoder, 260, 3, history=None, backend="triton", heads={"head": untrained(decoder)})
+    s = Sequences(decoder, 300, 3, history=None, backend="triton", heads={"head": untrained(decoder)})
     s.prefill(PROMPTS, [40, 33, 48])
     plain, _ = decode(s, plain_policy())
-    tokens, rounds = decode(s, eagle(controller))
+    tokens, rounds = decode(s, eagle(controller, tree))
     assert tokens == plain
     assert sum(int(r.k.sum()) for r in rounds) > 0
-    again = decode(s, eagle(controller))[1]
+    again = decode(s, eagle(controller, tree))[1]
     assert [r.drafts.tolist() for r in again] == [r.drafts.tolist() for r in rounds]
 
 
-def test_fifty_rounds_wait_for_nothing_but_the_read_back(tiny_checkpoint):
+@pytest.mark.parametrize("tree", [None, {"width": 10, "nodes": 60}])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_fifty_rounds_wait_for_nothing_but_the_read_back(tiny_checkpoint, tree, temperature):
     decoder = target(tiny_checkpoint, "bfloat16")
     s = Sequences(decoder, 900, 2, history=None, backend="triton", heads={"head": untrained(decoder)})
     s.prefill([[5] * 100, [7] * 60], [700, 700])
-    running = Decoding(s, eagle({"kind": "fixed", "k": 4}), Sampling(), [0, 1]).rounds()
+    running = Decoding(s, eagle(FIXED, tree), Sampling(temperature=temperature), [0, 1]).rounds()
     for _ in range(3):
         next(running)
     torch.cuda.set_sync_debug_mode("error")
