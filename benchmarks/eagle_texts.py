@@ -1,8 +1,8 @@
 """Writes the texts that an EAGLE head is trained on: code, novels, and requests to summarise parts of novels.
 
 One JSON object a line, `text` or `messages`, for workload=file. Code is whole files of a folder, joined until a line is
-long enough; novels are cut into parts, which lines of code, novel and summary each take in turn from a place of their
-own. Give other texts than those that engine/prompts.py makes benchmark prompts of.
+long enough; parts of novels overlap where there are many. Give other texts than those that engine/prompts.py makes
+benchmark prompts of.
 
     python3 benchmarks/eagle_texts.py --code FOLDER --novel A.txt --chars 40000 --lines 300 60 60 --out texts.jsonl
 """
@@ -31,16 +31,18 @@ def code_lines(folder, chars, count):
     return made
 
 
-def novel_lines(novels, chars, count, seed):
-    """`count` parts of novels, each beginning a line of its own; parts of one novel may overlap."""
-    places = random.Random(seed)
+def novel_lines(novels, chars, count, shift):
+    """`count` parts of novels, evenly apart, each from the start of a line; they may overlap, but none comes twice.
+
+    shift: of a part's distance from the next, where the first one begins.
+    """
     made = []
     for number in range(count):
         novel = novels[number % len(novels)]
-        start = places.randrange(max(len(novel) - chars, 1))
-        start = novel.find("\n", start) + 1
+        place = (number // len(novels) + shift) / -(-count // len(novels))  # a fraction
+        start = novel.find("\n", int(max(len(novel) - chars, 0) * place)) + 1
         made.append(novel[start : start + chars])
-    return made
+    return list(dict.fromkeys(made))
 
 
 def main(argv=None):
@@ -54,8 +56,8 @@ def main(argv=None):
     novels = [Path(name).read_text(encoding="utf-8") for name in a.novel]
     code, novel, summary = a.lines
     rows = [{"text": text} for text in code_lines(a.code, a.chars, code)]
-    rows += [{"text": text} for text in novel_lines(novels, a.chars, novel, seed=1)]
-    asked = [text + REQUEST for text in novel_lines(novels, a.chars, summary, seed=2)]
+    rows += [{"text": text} for text in novel_lines(novels, a.chars, novel, shift=0.0)]
+    asked = [text + REQUEST for text in novel_lines(novels, a.chars, summary, shift=0.5)]
     rows += [{"messages": [{"role": "user", "content": text}]} for text in asked]
     a.out.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     print(json.dumps({"out": str(a.out), "lines": len(rows), "bytes": a.out.stat().st_size}))
