@@ -95,6 +95,23 @@ def test_output_and_masses_stay_in_budget_and_repeat(shape: tuple, dtype: torch.
             torch.testing.assert_close(got.sum(-1), torch.full_like(got.sum(-1), shape[1]), atol=1e-3, rtol=1e-3)
 
 
+@pytest.mark.parametrize(
+    ("T", "N", "G", "lengths"), [(61, 61, 4, (4000, 64, 63)), (10, 60, 1, (3000, 5)), (17, 17, 8, (0, 127))], ids=str
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_trees_stay_in_budget_and_repeat(T: int, N: int, G: int, lengths: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Random rows and keys of a block, each row seeing one at least; keys past the block are NaN."""
+    q, k, v, at = make((N, G, 2, 128, max(lengths) + N + 9, lengths), dtype)
+    q = q[:, :T]
+    ancestors = torch.rand(len(lengths), T, N, device="cuda") < 0.2
+    ancestors.scatter_(2, torch.randint(N, (len(lengths), T, 1), device="cuda"), True)
+    clean = (k.nan_to_num(), v.nan_to_num(), at)
+    want, _ = full_attention(q, *clean, backend="reference", ancestors=ancestors)
+    out = [full_attention(q, k, v, at, backend="triton", ancestors=ancestors)[0] for _ in range(2)]
+    assert torch.equal(*out)
+    assert distance(out[0], want) < (5e-3 if dtype == torch.bfloat16 else 1e-5)
+
+
 @pytest.mark.parametrize("block_m", [16, 32, 64])
 @pytest.mark.parametrize("tma", [False, True])
 def test_every_tiling_agrees(block_m: int, tma: bool) -> None:
