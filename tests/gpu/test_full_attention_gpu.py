@@ -105,8 +105,8 @@ def test_trees_stay_in_budget_and_repeat(T: int, N: int, G: int, lengths: tuple[
     q = q[:, :T]
     ancestors = torch.rand(len(lengths), T, N, device="cuda") < 0.2
     ancestors.scatter_(2, torch.randint(N, (len(lengths), T, 1), device="cuda"), True)
-    clean = (k.nan_to_num(), v.nan_to_num(), at)
-    want, _ = full_attention(q, *clean, backend="reference", ancestors=ancestors)
+    clean = (q.float(), k.nan_to_num().float(), v.nan_to_num().float(), at)
+    want, _ = full_attention(*clean, backend="reference", ancestors=ancestors)
     out = [full_attention(q, k, v, at, backend="triton", ancestors=ancestors)[0] for _ in range(2)]
     assert torch.equal(*out)
     assert distance(out[0], want) < (5e-3 if dtype == torch.bfloat16 else 1e-5)
