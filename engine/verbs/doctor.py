@@ -31,6 +31,7 @@ from specdial.policies.fields import parse, setting, to_plain
 
 SCHEMA = "specdial/doctor/1"
 NEEDED_DISK_BYTES = 1 << 30  # the default model, its record and a demo
+NEEDED_MEMORY_BYTES = 1 << 30
 COPY_BYTES = {"cuda": 1 << 30, "cpu": 1 << 27}
 COPIES = 8
 State = Literal["ok", "note", "fail"]
@@ -61,13 +62,14 @@ def run(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Check, print a table, write `out` if given. Returns the checks; exits with code 1 when one failed."""
     s = parse(Settings, settings)
     device, dtype = resolve(s.hardware.get("device", "auto"), s.hardware.get("dtype", "auto"))
+    free = free_bytes(device)
     checks = [
         _python(),
         *_packages(metadata.requires("specdial") or []),
         _gpu(Path("/")),
-        _memory(device),
+        _memory(device, free),
         *_disk(Path(s.disk), s.needed_disk_bytes),
-        _bandwidth(device),
+        _bandwidth(device, free),
         *_kernels(device, dtype),
     ]
     _print(checks, f"specdial {metadata.version('specdial')} on {hardware(device)['name']}, {dtype}")
@@ -127,12 +129,11 @@ def _gpu(root: Path) -> Check:
     return Check("gpu", "there is one, but torch cannot use it", "fail", "update the NVIDIA driver, then restart")
 
 
-def _memory(device: torch.device) -> Check:
-    free = free_bytes(device) / 2**30
-    where = "of the GPU" if device.type == "cuda" else "of this machine"
-    if free < 1.0:
-        return Check("memory", f"{free:.1f} GiB free {where}", "fail", "end other programs: a small model needs 1 GiB")
-    return Check("memory", f"{free:.1f} GiB free {where}")
+def _memory(device: torch.device, free: int) -> Check:
+    text = f"{free / 2**30:.1f} GiB free of {'the GPU' if device.type == 'cuda' else 'this machine'}"
+    if free < NEEDED_MEMORY_BYTES:
+        return Check("memory", text, "fail", "end other programs: a small model needs 1 GiB")
+    return Check("memory", text)
 
 
 def _disk(runs: Path, needed: int) -> list[Check]:
@@ -151,9 +152,9 @@ def _disk(runs: Path, needed: int) -> list[Check]:
     return checks
 
 
-def _bandwidth(device: torch.device) -> Check:
+def _bandwidth(device: torch.device, free: int) -> Check:
     """Bytes read and written by copying memory, over the fastest of a few copies."""
-    size = min(COPY_BYTES[device.type], free_bytes(device) // 8)
+    size = max(min(COPY_BYTES[device.type], free // 8), 1 << 20)
     source = torch.ones(size, dtype=torch.uint8, device=device)
     into = torch.empty_like(source)
     times_s = []

@@ -1,4 +1,4 @@
-"""Runs inside the process that in_interpreter starts: the Triton kernels of `doctor` against their references."""
+"""Runs in the process of test_drafters_interpreted: the Triton kernels of `doctor` against their references."""
 
 import torch
 

@@ -96,7 +96,3 @@ def test_a_gpu_that_torch_cannot_use_is_not_overlooked(tmp_path):
     (tmp_path / "dev").mkdir()
     (tmp_path / "dev" / "nvidia0").touch()
     assert doctor._gpu(tmp_path).state == "fail"
-
-
-def test_the_triton_kernels_in_the_interpreter(in_interpreter):
-    in_interpreter(__file__, "interpreted_self_test.py")
