@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from specdial.policies.errors import UserError
+from specdial.simulator.fidelity import Bounded
 from specdial.simulator.lanes import Record
 from specdial.simulator.outcome import Outcome
 
@@ -46,6 +47,18 @@ def tail_us_per_token(outcome: Outcome, record: Record) -> float | None:
     return float(np.percentile(outcome.unit_us / per_unit, TAIL_PERCENT))
 
 
+def _fidelity(name: str, of_lossless: float) -> Callable[[Outcome, Record], float | None]:
+    """A prediction of simulator.fidelity; lossless policies are as good as can be."""
+
+    def of(outcome: Outcome, record: Record) -> float | None:
+        if outcome.lossless:
+            return of_lossless
+        found: Bounded | None = getattr(outcome.fidelity, name, None)
+        return None if found is None else found.value
+
+    return of
+
+
 METRICS: dict[str, Metric] = {
     "speedup": Metric("maximize", "over plain decoding", lambda outcome, record: outcome.speedup),
     "kv_bytes_per_token": Metric(
@@ -54,6 +67,11 @@ METRICS: dict[str, Metric] = {
     "tail_us_per_token": Metric(
         "minimize", "time per token of the slowest 5 % of documents, microseconds", tail_us_per_token
     ),
+    "kl_nats": Metric("minimize", "KL of full from partial verification, per token", _fidelity("kl_nats", 0.0)),
+    "top1_agreement": Metric(
+        "maximize", "tokens that full verification finds likeliest", _fidelity("top1_agreement", 1.0)
+    ),
+    "arr": Metric("maximize", "share of the target's attention that was read", _fidelity("arr", 1.0)),
 }
 
 

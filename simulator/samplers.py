@@ -11,6 +11,7 @@ import numpy as np
 import optuna
 from optuna.distributions import BaseDistribution
 from optuna.samplers import BaseSampler
+from optuna.search_space import IntersectionSearchSpace
 from optuna.trial import FrozenTrial, TrialState
 
 from specdial.simulator.space import Space
@@ -44,7 +45,7 @@ def make_sampler(name: str, seed: int, in_turn: Mapping[str, Sequence[Any]]) -> 
         "nsga3": lambda s: optuna.samplers.NSGAIIISampler(seed=s, population_size=GENERATION, **bounds),
         "tpe": lambda s: optuna.samplers.TPESampler(seed=s, n_startup_trials=GENERATION, constant_liar=True, **bounds),
     }
-    return _ByNumber(kinds[name], seed, in_turn)
+    return _ByNumber(kinds[name], seed, in_turn, intersects=name in ("nsga2", "nsga3"))
 
 
 def set_violations(trial: optuna.Trial, violations: Mapping[str, float]) -> None:
@@ -63,10 +64,17 @@ def _violations(trial: FrozenTrial) -> list[float]:
 
 
 class _ByNumber(BaseSampler):
-    """A fresh sampler for every trial, seeded by its number."""
+    """A fresh sampler for every trial, seeded by its number.
 
-    def __init__(self, make: Callable[[int], BaseSampler], seed: int, in_turn: Mapping[str, Sequence[Any]]) -> None:
+    intersects: its relative search space is what all trials have in common, which is kept from trial to trial here, as
+    a fresh sampler would go through all of them again.
+    """
+
+    def __init__(
+        self, make: Callable[[int], BaseSampler], seed: int, in_turn: Mapping[str, Sequence[Any]], intersects: bool
+    ) -> None:
         self._make, self._seed, self._in_turn = make, seed, in_turn
+        self._common = IntersectionSearchSpace() if intersects else None
         with quiet():
             self._inner = make(seed)
 
@@ -77,7 +85,10 @@ class _ByNumber(BaseSampler):
         self._inner.before_trial(study, trial)
 
     def infer_relative_search_space(self, study: optuna.Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:
-        found = self._inner.infer_relative_search_space(study, trial)
+        if self._common is None:
+            found = self._inner.infer_relative_search_space(study, trial)
+        else:
+            found = {name: axis for name, axis in self._common.calculate(study).items() if not axis.single()}
         return {name: axis for name, axis in found.items() if name not in self._in_turn}
 
     def sample_relative(

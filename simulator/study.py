@@ -94,6 +94,7 @@ def quiet() -> Iterator[None]:
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+        warnings.filterwarnings("ignore", message="Heartbeat of storage")  # ours beats without Study.optimize
         yield
 
 
@@ -141,7 +142,8 @@ class Shared:
     def ask(self) -> optuna.Trial:
         """A trial of this worker's own, from the queue if there is one."""
         while True:
-            trial = self.study.ask()
+            with quiet():
+                trial = self.study.ask()
             if self._heart is not None:
                 self._heart.add(trial._trial_id)
             with suppress(UpdateFinishedTrialError):  # given up on before it had a name

@@ -11,6 +11,7 @@ from specdial.policies.schema import Policy
 from specdial.simulator.check import AcceptanceCheck
 from specdial.simulator.choice import Choice
 from specdial.simulator.costs import CostModel
+from specdial.simulator.expected import expected_block
 from specdial.simulator.lanes import Record
 from specdial.simulator.load import caveats, trace_digest
 from specdial.simulator.objectives import METRICS, Goal, measured_metrics
@@ -70,28 +71,15 @@ def write_tuned(out: Path, tuned: Tuned) -> dict[str, Any]:
             "trace_digest": digest,
             "policy_digest": policy_digest(outcome.policy),
         }
-        expected = expected_block(tuned, outcome, digest)
+        expected = _expected(tuned, outcome, digest)
         policy = replace(outcome.policy, name=_file_name(name, outcome.policy), expected=expected, provenance=stamp)
         save_policy(policy, out / "policies" / f"{name}.yaml")
     write_json_atomic(out / "study.json", _study(tuned, sorted(named), digest))
-    return expected_block(tuned, choice.best, digest)
+    return _expected(tuned, choice.best, digest)
 
 
-def expected_block(tuned: Tuned, outcome: Outcome, digest: str) -> dict[str, Any]:
-    """What the policy file predicts, and from what."""
-    names = (
-        *("speedup", "low", "high", "level", "tokens_per_round", "alpha", "gamma", "k", "budget", "batch"),
-        *("us_per_token", "baseline_us_per_token", "breakdown", "kv_bytes_per_token", "extrapolated_frac"),
-    )
-    return {
-        **{name: to_plain(getattr(outcome, name)) for name in names},
-        "split": tuned.select_split,
-        "documents": list(outcome.documents),
-        "trace_digest": digest,
-        "hardware": tuned.costs.meta.get("hardware"),
-        "costs": "cost table" if tuned.settings["costs"] else "the trace's own rounds",
-        "caveats": caveats(tuned.record.trace, tuned.costs),
-    }
+def _expected(tuned: Tuned, outcome: Outcome, digest: str) -> dict[str, Any]:
+    return expected_block(outcome, tuned.record, tuned.costs, split=tuned.select_split, digest=digest)
 
 
 def _file_name(name: str, policy: Policy) -> str:

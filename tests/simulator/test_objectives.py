@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from specdial.policies.errors import UserError
 from specdial.simulator.axes import Search
+from specdial.simulator.fidelity import Bounded, Fidelity
 from specdial.simulator.lanes import read_record
-from specdial.simulator.objectives import Goal, front, hypervolume, tail_us_per_token
+from specdial.simulator.objectives import Goal, front, hypervolume, measured_metrics, tail_us_per_token
 from specdial.simulator.outcome import Outcome
 from specdial.simulator.replay import replay
 from specdial.simulator.search import Plan, search
@@ -37,6 +38,24 @@ def test_the_tail_is_that_of_the_slowest_documents(trace, costs, policy):
     per_token = outcome.unit_us / [tokens[:4].mean(), tokens[4:].mean()]
     assert tail_us_per_token(outcome, record) == pytest.approx(np.percentile(per_token, 95))
     assert tail_us_per_token(Outcome(policy("none"), "refused", "", True, (), 1, 0), record) is None
+
+
+def test_fidelity_is_known_of_lossless_policies_and_of_what_was_probed(trace, policy):
+    record = read_record(trace)
+    lossless = Outcome(policy("fixed"), "exact", None, True, (), 1, 0)
+    probed = Outcome(
+        policy("fixed"),
+        "modelled",
+        None,
+        False,
+        (),
+        1,
+        0,
+        fidelity=Fidelity(Bounded(0.02, 0.01, 0.03), None, None, 0.5, 0.0),
+    )
+    names = ("kl_nats", "top1_agreement", "arr")
+    assert [measured_metrics(lossless, record)[name] for name in names] == [0.0, 1.0, 1.0]
+    assert [measured_metrics(probed, record)[name] for name in names] == [0.02, None, None]
 
 
 @pytest.mark.parametrize(
