@@ -12,7 +12,7 @@ import numpy as np
 from specdial.engine.trace.reader import Trace
 from specdial.engine.trace.schema import PLAIN
 
-LANES = {"select": 1, "draft": 2, "verify": 3, "host": 4}  # part of a round -> thread number, in order of time
+LANES = ("select", "draft", "verify", "host")  # parts of a round, in order of time
 Event = dict[str, Any]
 
 
@@ -48,16 +48,17 @@ def _groups(trace: Trace) -> list[list[int]]:
     return [documents[i : i + size] for i in range(0, len(documents), size)]
 
 
+def _place(doc: int, lane: str) -> Event:
+    """Process and thread of a lane: from 1 on, since 0 means idle in Perfetto, and no thread number twice."""
+    return {"pid": doc + 1, "tid": 10 * (doc + 1) + LANES.index(lane)}
+
+
 def _named(doc: int, name: str) -> list[Event]:
-    lanes = [
-        {"ph": "M", "pid": doc, "tid": tid, "name": "thread_name", "args": {"name": lane}}
-        for lane, tid in LANES.items()
-    ]
-    order = [
-        {"ph": "M", "pid": doc, "tid": tid, "name": "thread_sort_index", "args": {"sort_index": tid}}
-        for tid in LANES.values()
-    ]
-    return [{"ph": "M", "pid": doc, "tid": 0, "name": "process_name", "args": {"name": name}}, *lanes, *order]
+    found = [{"ph": "M", "pid": doc + 1, "name": "process_name", "args": {"name": name}}]
+    for i, lane in enumerate(LANES):
+        found.append({"ph": "M", **_place(doc, lane), "name": "thread_name", "args": {"name": lane}})
+        found.append({"ph": "M", **_place(doc, lane), "name": "thread_sort_index", "args": {"sort_index": i}})
+    return found
 
 
 def _add_document(
@@ -73,14 +74,14 @@ def _add_document(
             counters["entropy"] = round(found, 4)
         for name, value in counters.items():
             unit = {"context": "tokens", "entropy": "nats"}.get(name, "drafts")
-            events.append({"ph": "C", "pid": doc, "tid": 0, "ts": at_us, "name": name, "args": {unit: value}})
-        for lane, tid in LANES.items():
+            events.append({"ph": "C", "pid": doc + 1, "ts": at_us, "name": name, "args": {unit: value}})
+        for lane in LANES:
             duration_us = row[f"{lane}_us"]
             if duration_us <= 0.0:
                 continue
             name = "plain step" if lane == "verify" and row["mode"] == PLAIN else lane
             arguments = {part: row[part] for part in ("round", "context_tokens", "k", "accepted", "emitted", "mode")}
-            slice_ = {"ph": "X", "pid": doc, "tid": tid, "ts": at_us, "dur": duration_us, "cat": "round"}
+            slice_ = {"ph": "X", **_place(doc, lane), "ts": at_us, "dur": duration_us, "cat": "round"}
             events.append({**slice_, "name": name, "args": arguments})
             at_us += duration_us
     return at_us
@@ -91,10 +92,8 @@ def _entropy(trace: Trace) -> dict[tuple[int, int], float]:
     drafts, rounds = trace.drafts, trace.rounds
     arm = drafts["arm"].to_numpy()
     column = {name: drafts[name].to_numpy()[arm == 0] for name in ("doc", "position", "depth", "entropy_nats")}
-    k = {
-        (d, c): n
-        for d, c, n in zip(*(rounds[name].to_pylist() for name in ("doc", "context_tokens", "k")), strict=True)
-    }
+    starts = (rounds[name].to_pylist() for name in ("doc", "context_tokens", "k"))
+    k = {(doc, position): asked for doc, position, asked in zip(*starts, strict=True)}
     total: dict[tuple[int, int], list[float]] = {}
     for doc, position, depth, nats in zip(*(column[name].tolist() for name in column), strict=True):
         if depth <= k.get((doc, position), 0):

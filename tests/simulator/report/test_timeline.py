@@ -41,16 +41,17 @@ def test_structure_and_time(make):
     events = json.loads(json.dumps(chrome_trace(trace)))["traceEvents"]
     slices = [event for event in events if event["ph"] == "X"]
     assert {event["ph"] for event in events} == {"X", "M", "C"}
-    assert all(set(e) >= {"pid", "tid", "ts", "name"} for e in events if e["ph"] != "M")
-    totals, ends = defaultdict(float), {}
+    assert all(event["pid"] > 0 and event.get("tid", 1) > 0 for event in events)  # 0 means idle in Perfetto
+    assert all(set(event) >= {"pid", "ts", "name", "args"} for event in events if event["ph"] != "M")
+    threads = [(event["tid"], event["args"]["name"]) for event in events if event["name"] == "thread_name"]
+    lanes, totals, ends = dict(threads), defaultdict(float), {}
+    assert len(lanes) == len(threads) == len(LANES) * len({event["pid"] for event in slices})
     for event in slices:
         assert event["ts"] >= ends.get(event["pid"], 0.0) - 1e-6  # nothing of a document overlaps
         ends[event["pid"]] = event["ts"] + event["dur"]
-        totals[event["tid"]] += event["dur"]
-    for lane, tid in LANES.items():
-        assert totals[tid] == pytest.approx(sum(trace.rounds[f"{lane}_us"].to_pylist()))
-    names = {e["args"]["name"] for e in events if e["name"] == "thread_name"}
-    assert names == set(LANES)
+        totals[lanes[event["tid"]]] += event["dur"]
+    for lane in LANES:
+        assert totals[lane] == pytest.approx(sum(trace.rounds[f"{lane}_us"].to_pylist()))
 
 
 def test_a_batch_starts_together_and_counters_tell_the_round():
@@ -59,8 +60,8 @@ def test_a_batch_starts_together_and_counters_tell_the_round():
     for event in events:
         if event["ph"] == "X":
             starts.setdefault(event["pid"], event["ts"])
-    assert starts == {0: 0.0, 1: 0.0, 7: 92.0}  # (10 + 20 + 1) + (20 + 40 + 1): after the longest of the batch
-    counters = [(e["name"], *e["args"].values()) for e in events if e["ph"] == "C" and (e["pid"], e["ts"]) == (0, 0.0)]
+    assert starts == {1: 0.0, 2: 0.0, 8: 92.0}  # (10 + 20 + 1) + (20 + 40 + 1): after the longest of the batch
+    counters = [(e["name"], *e["args"].values()) for e in events if e["ph"] == "C" and (e["pid"], e["ts"]) == (1, 0.0)]
     assert counters == [("k", 2), ("accepted", 0), ("context", 10), ("entropy", 1.5)]  # of the two drafts asked for
 
 
