@@ -47,16 +47,19 @@ def follow(judge: Judge, tree: DraftTree, logits: Tensor) -> tuple[Tensor, Tenso
     """Walk down verified trees with logits [B, T, V]: a pass.
 
     Returns the rows of the path and the target's choice after each, [B, K+1] both, the last row again where the path
-    has ended, and whether `state.accepted` is decided, which it is with synthetic acceptance only (that takes the first
-    child, as long as there is one). The path's drafts are put into the round's block as a chain's are, then -1, which
-    is no choice.
+    has ended, and whether `state.accepted` is decided. The path's drafts are put into the round's block as a chain's
+    are, then -1, which is no choice. Synthetic acceptance looks at no draft: the first K rows stand for a path.
     """
     state, K = judge.state, tree.depth
     lanes = torch.arange(state.batch, device=logits.device)
-    random = state.uniforms[:, state.most_drafts :]  # [B, most_drafts + 1]
+    if judge.synthetic:
+        state.block[:, 1 : K + 1] = tree.tokens[:, 1 : K + 1]
+        judge.take(K)
+        choices, judged = judge.choices(logits[:, : K + 1], K)
+        return torch.arange(K + 1, device=logits.device).expand_as(choices), choices, judged
     tokens, row = tree.tokens[:, 1:], torch.zeros_like(lanes)  # [B, N], [B]
-    going, accepted = torch.ones_like(lanes, dtype=torch.bool), torch.zeros_like(lanes)  # [B] each
-    rows, choices = [row], []
+    going = torch.ones_like(lanes, dtype=torch.bool)  # [B]
+    rows, chosen = [row], []
     greedy = judge.sampling.greedy
     best = logit_statistics(logits.flatten(0, 1), backend=state.backend)[0].view(logits.shape[:2]) if greedy else None
     for depth in range(K + 1):
@@ -65,25 +68,19 @@ def follow(judge: Judge, tree: DraftTree, logits: Tensor) -> tuple[Tensor, Tenso
             choice = best[lanes, row]  # [B]
         else:
             p = distribution(logits[lanes, row], judge.sampling)  # [B, V]
-            choice = draw(p, random[:, depth])
+            choice = draw(p, state.uniforms[:, state.most_drafts + depth])
             if depth < K:
                 state.accept_prob[:, depth] = (p.gather(1, tokens) * children).sum(dim=1)
-        choices.append(choice)
+        chosen.append(choice)
         if depth == K:
             break
-        if judge.synthetic:
-            children &= (random[:, depth] < state.acceptance[depth])[:, None]
-        else:
-            children &= tokens == choice[:, None]
+        children &= tokens == choice[:, None]
         going = children.any(dim=1)
-        node = children.to(torch.int8).argmax(dim=1)  # [B] the first
+        node = children.to(torch.int8).argmax(dim=1)  # [B]
         row = torch.where(going, node + 1, row)
-        accepted = accepted + going
         state.block[:, depth + 1] = torch.where(going, tokens[lanes, node], -1)
         rows.append(row)
-    if judge.synthetic:
-        state.accepted.copy_(accepted)
-    return torch.stack(rows, dim=1), torch.stack(choices, dim=1), bool(judge.synthetic)
+    return torch.stack(rows, dim=1), torch.stack(chosen, dim=1), False
 
 
 def straighten(s: Sequences, rows: Tensor, readers: Collection[HeadReader]) -> None:

@@ -32,8 +32,8 @@ def settled(sampling, *, room, synthetic=(), lanes=LANES):
     judge = Judge(state, sampling, [], vocab=V, synthetic=synthetic)
     state.uniforms.copy_(torch.rand(state.uniforms.shape, generator=torch.Generator().manual_seed(1)))
     state.acceptance.copy_(torch.tensor(judge.synthetic or [0.0] * DEPTH))
-    rows, choices, judged = follow(judge, drafted_tree(lanes), target_logits().expand(lanes, -1, -1))
     state.k.fill_(DEPTH)
+    rows, choices, judged = follow(judge, drafted_tree(lanes), target_logits().expand(lanes, -1, -1))
     none = torch.zeros(lanes, dtype=torch.int64)
     settle(
         state.drafts, choices, state.k, room.clone(), stop_ids=torch.tensor([-1]), emitted=state.emitted,
@@ -99,8 +99,9 @@ def test_the_path_is_the_rows_of_what_was_accepted():
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), WARM], ids=["greedy", "sampled"])
-def test_synthetic_acceptance_takes_the_first_child(sampling):
+def test_synthetic_acceptance_looks_at_no_draft(sampling):
     state, rows = settled(sampling, room=torch.full((LANES,), 9), synthetic=(0.6, 0.5))
     counts = np.bincount(state.accepted, minlength=3)
     assert chisquare(counts, LANES * np.array([0.4, 0.3, 0.3])).pvalue > 0.001
-    assert rows[state.accepted == 2].unique(dim=0).tolist() == [[0, 1, 4]]
+    assert rows.unique(dim=0).tolist() == [[0, 1, 2]]
+    assert (state.emitted[state.accepted == 2, :2] == torch.tensor(TOKENS[1:3])).all()
