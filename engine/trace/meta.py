@@ -13,14 +13,15 @@ from specdial.policies.errors import UserError
 
 REMEDY = "record it again"
 NUMBER = (int, float)
+TOKENS = range(1 << 24)  # whole numbers that readers make room for are held to what can be
 # schema: {field: its kind, or what a mapping, or every item of a list, must have}
 NEEDED: dict[str, dict[str, Any]] = {
     TRACE_SCHEMA: {
         "model": {"name": str, "digest": str, "kv_bytes_per_token": NUMBER},
-        "documents": [{"doc": int, "split": str, "prompt_tokens": int, "new_tokens": int}],
-        "arms": [{"arm": int, "draft_kv": {"budget": int}}],
+        "documents": [{"doc": TOKENS, "split": str, "prompt_tokens": TOKENS, "new_tokens": TOKENS}],
+        "arms": [{"arm": range(1 << 15), "draft_kv": {"budget": int}}],
         "policy": {"draft_kv": {"budget": int}},
-        "k_max": int,
+        "k_max": range(1 << 10),
         "dense": bool,
         "sampling": {"temperature": NUMBER},
     },
@@ -57,5 +58,7 @@ def _fault(value: Any, needed: Any, where: str) -> str | None:
             return where
         faults = (_fault(item, needed[0], f"{where}[{i}]") for i, item in enumerate(value))
         return next((fault for fault in faults if fault is not None), None)
+    if isinstance(needed, range):
+        return None if type(value) is int and value in needed else where
     fits = isinstance(value, needed) and (needed is bool or not isinstance(value, bool))
     return None if fits and (not isinstance(value, float) or math.isfinite(value)) else where

@@ -88,9 +88,10 @@ def read_table(path: Path, schema: pa.Schema) -> pa.Table:
     """
     try:
         table = pq.read_table(path, page_checksum_verification=True)
+        table.validate(full=True)  # text that is not UTF-8, lists that end before they start
     except FileNotFoundError:
         raise UserError(f"{path} is missing", REMEDY) from None
-    except (OSError, pa.ArrowException):
+    except (OSError, ValueError, pa.ArrowException):  # ValueError: names of columns that are not UTF-8
         raise UserError(f"{path} is damaged", f"delete that part and {REMEDY}") from None
     columns = []
     for field in schema:

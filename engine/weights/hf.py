@@ -21,6 +21,7 @@ from specdial.engine.weights.wheel import sha256_of
 from specdial.policies.errors import UserError
 
 _INDEX = "model.safetensors.index.json"
+_SHARD = re.compile(r"[\w-][\w.-]{0,199}\.safetensors", re.ASCII)  # a file of the same folder, and nothing hidden
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _HUB_FILES = ["*.safetensors", "*.json", "*.jinja"]
 
@@ -59,7 +60,11 @@ def weight_files(folder: Path) -> list[Path]:
         shards = _json(folder / _INDEX).get("weight_map")
         if not isinstance(shards, dict) or not all(isinstance(name, str) for name in shards.values()):
             raise UserError(f"{folder / _INDEX} has no weight_map", "download it again")
-        files = [folder / name for name in sorted(set(shards.values()))]
+        names = sorted(set(shards.values()))
+        strange = next((name for name in names if not _SHARD.fullmatch(name)), None)
+        if strange is not None:
+            raise UserError(f"{folder / _INDEX} names the shard {strange[:60]!r}", "use a checkpoint in one folder")
+        files = [folder / name for name in names]
         for path in files:
             if not path.is_file():
                 raise UserError(f"shard {path} is missing", "download it again")

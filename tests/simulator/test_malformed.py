@@ -112,3 +112,23 @@ def test_a_damaged_cost_table_is_named(tmp_path):
     edit(tmp_path / "costs.parquet", with_column("median_us", first_is(np.nan)))
     with pytest.raises(UserError, match="median_us holds NaN"):
         read_costs(tmp_path)
+
+
+@pytest.mark.parametrize("number", [-1, 2**60, 1.0, True])
+@pytest.mark.parametrize("part", ["doc", "prompt_tokens", "arm", "k_max"])
+def test_numbers_that_readers_make_room_for_are_held_to_what_can_be(damaged, part, number):
+    meta = json.loads((damaged / "meta.json").read_text())
+    owner = meta["arms"][0] if part == "arm" else meta if part == "k_max" else meta["documents"][-1]
+    owner[part] = number
+    edit_meta(damaged, **meta)
+    with pytest.raises(UserError, match=rf"meta\.json lacks a usable .*{part}"):
+        read_record(read_trace(damaged))
+
+
+def test_text_that_is_not_utf8_is_damage(tmp_path):
+    write_synthetic_costs(tmp_path, (256,), (1,), Shape())
+    raw = (tmp_path / "costs.parquet").read_bytes()
+    for name in (b"drafter", b"median_us"):  # of a column
+        (tmp_path / "costs.parquet").write_bytes(raw.replace(name, b"\xda" + name[1:]))
+        with pytest.raises(UserError, match="is damaged"):
+            read_costs(tmp_path)
