@@ -25,7 +25,15 @@ from specdial.simulator.report.section import (
 NEEDS = "specdial replay trace=runs/book costs=runs/costs policy=runs/tune/policies out=runs/replay"
 MOST_BARS = 12
 END = "<extra></extra>"  # no second box beside the hover text
-WORDS = {"draft": "draft", "verify": "verify", "select": "select keys", "host": "host", "plain": "plain step"}
+WORDS = {
+    "draft": "draft",
+    "verify": "verify",
+    "select": "select keys",
+    "host": "host",
+    "plain": "plain step",
+    "verify_partial": "partial verify",
+    "refresh": "correct keys",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,18 +49,19 @@ class Bar:
 
 
 def section(inputs: Inputs) -> Section:
-    """Stacked bars, fastest first."""
+    """Stacked bars, lossless policies first, then the fastest."""
     bars = _bars(inputs)
     if not bars:
         return Section("breakdown", TITLE, needs=NEEDS)
-    drafting = [bar for bar in bars if bar.breakdown.get("draft")]
-    lead = "No policy here drafts: all of the time is plain decoding."
+    drafting = [bar for bar in bars if bar.breakdown.get("draft") and bar.lossless]
+    lead = "No lossless policy here drafts."
     if drafting:
         best = drafting[0]
         largest = max(best.breakdown, key=lambda term: best.breakdown[term])
         share = best.breakdown[largest] / best.us_per_token
-        lead = f"The fastest drafting policy, {escape(best.name)}, spends {share:.0%} of its time in {WORDS[largest]}."
-    marks = [(f"term-{term}", WORDS[term]) for term in TERMS if any(bar.breakdown.get(term) for bar in bars)]
+        lead = f"The fastest lossless policy that drafts, {escape(best.name)}, "
+        lead += f"spends {share:.0%} of its time on {WORDS[largest]}."
+    marks = [(_color(term), WORDS[term]) for term in TERMS if any(bar.breakdown.get(term) for bar in bars)]
     figure = _figure(bars)
     html = key(*marks) + chart(figure, "Time per token, ms") + _table(bars)
     return Section("breakdown", TITLE, lead, html, (figure,))
@@ -72,10 +81,15 @@ def _bars(inputs: Inputs) -> list[Bar]:
         if outcome["breakdown"] and outcome["name"] not in names:
             names.add(outcome["name"])
             found.append(_bar(outcome, "replayed"))
-    found.sort(key=lambda bar: bar.us_per_token)
+    found.sort(key=_order)
     always = [bar for bar in found if bar.source == "recorded" or not bar.breakdown.get("draft")]
     fastest = [bar for bar in found if bar not in always][: max(MOST_BARS - len(always), 1)]
-    return sorted(always + fastest, key=lambda bar: bar.us_per_token)
+    return sorted(always + fastest, key=_order)
+
+
+def _order(bar: Bar) -> tuple[bool, float]:
+    """Lossless policies are never ranked with lossy ones."""
+    return not bar.lossless, bar.us_per_token
 
 
 def _recorded(inputs: Inputs) -> Bar | None:
@@ -116,7 +130,7 @@ def _figure(bars: list[Bar]) -> Figure:
                 "x": values,
                 "y": rows,
                 "customdata": [[bar.name, share] for bar, share in zip(bars, shares, strict=True)],
-                "marker": {"color": f"@term-{term}", "line": {"color": "@paper", "width": 1}},
+                "marker": {"color": f"@{_color(term)}", "line": {"color": "@paper", "width": 1}},
                 "hovertemplate": f"%{{customdata[0]}}<br>{WORDS[term]} %{{x:.2f}} ms, %{{customdata[1]:.0%}}{END}",
             }
         )
@@ -135,6 +149,10 @@ def _figure(bars: list[Bar]) -> Figure:
     )
     narrow = {"yaxis": {"ticktext": [_short(bar.name) for bar in bars], "tickfont": {"size": 11}}}
     return Figure("chart-breakdown", "Time per token by part, for each policy", data, drawn, narrow)
+
+
+def _color(term: str) -> str:
+    return f"term-{term.replace('_', '-')}"
 
 
 def _short(name: str) -> str:

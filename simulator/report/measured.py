@@ -31,7 +31,7 @@ def section(inputs: Inputs) -> Section:
     validation = inputs.json("validation")
     if validation is None:
         return Section("measured", TITLE, needs=NEEDS)
-    rows: list[Row] = sorted(validation["policies"], key=lambda row: -row["measured"]["speedup"])
+    rows: list[Row] = sorted(validation["policies"], key=lambda row: (not row["lossless"], -row["measured"]["speedup"]))
     known = [row for row in rows if row["predicted"].get("speedup") is not None]
     figures = [_figure(known)] if known else []
     html = key(*kind_key({row["lossless"] for row in known}), ("line dotted", "measured = predicted"))

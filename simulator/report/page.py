@@ -10,7 +10,7 @@ from html import escape
 from pathlib import Path
 
 from specdial.policies.errors import UserError
-from specdial.simulator.report import breakdown, entropy, foot, front, heads, inversion, measured, surface
+from specdial.simulator.report import breakdown, entropy, foot, front, heads, inversion, lossy, measured, surface
 from specdial.simulator.report.inputs import Inputs
 from specdial.simulator.report.section import Section, number, span, times
 from specdial.simulator.report.theme import DARK, FONT, LIGHT, variables
@@ -22,6 +22,7 @@ SECTIONS: dict[str, Callable[[Inputs], Section]] = {
     "surface": surface.section,
     "front": front.section,
     "measured": measured.section,
+    "lossy": lossy.section,
     "heads": heads.section,
     "provenance": foot.section,
 }

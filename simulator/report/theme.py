@@ -18,6 +18,8 @@ LIGHT = {
     "term-select": "#9cc4d3",
     "term-host": "#cdd3d8",
     "term-plain": "#aab3bb",
+    "term-verify-partial": "#8f99a2",
+    "term-refresh": "#3f4a53",
 }
 DARK = {
     "paper": "#14171a",
@@ -35,6 +37,8 @@ DARK = {
     "term-select": "#2f6a80",
     "term-host": "#3d464e",
     "term-plain": "#5f6a74",
+    "term-verify-partial": "#6c7882",
+    "term-refresh": "#c3ccd3",
 }
 
 

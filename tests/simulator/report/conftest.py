@@ -20,7 +20,12 @@ def write_validation(folder):
 
     def row(name, lossless, predicted, measured):
         spread = {"low": measured - 0.1, "high": measured + 0.1}
-        fidelity = {} if lossless else {"fidelity": {"top1_agreement": 0.97, "kl_nats": 0.02, "token_agreement": 0.9}}
+        fidelity, expected = {}, {}
+        if not lossless:
+            found = {"top1_agreement": 0.97, "top1_agreement_interval": [0.96, 0.98], "kl_nats": 0.02}
+            fidelity = {"fidelity": {**found, "token_agreement": 0.9}}
+            top1 = {"value": 0.98, "low": 0.95, "high": 0.99}
+            expected = {"fidelity": {"top1_agreement": top1, "kl_nats": None}}
         return {
             "name": name,
             "policy_digest": name,
@@ -28,7 +33,7 @@ def write_validation(folder):
             "controller": "fixed",
             "k_max": 4,
             "budget": 256,
-            "predicted": {"speedup": predicted, "low": predicted - 0.05, "high": predicted + 0.05, "level": "exact"},
+            "predicted": {"speedup": predicted, "low": predicted - 0.05, "high": predicted + 0.05, **expected},
             "measured": {
                 "speedup": measured,
                 **spread,

@@ -127,8 +127,8 @@ def test_every_section_is_drawn(browser, path, width):
     browser.size(width, 900)
     browser.open(path)
     sections = browser.value(DRAWN)
-    assert len(sections) == 8
-    assert sum(len(section["charts"]) for section in sections) == 10
+    assert len(sections) == 9
+    assert sum(len(section["charts"]) for section in sections) == 11
     for section in sections:
         assert section["height"] > 60
         for chart in section["charts"]:

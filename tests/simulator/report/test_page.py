@@ -8,7 +8,8 @@ from html.parser import HTMLParser
 import pytest
 
 from specdial.policies.errors import UserError
-from specdial.simulator.report import entropy, front, study
+from specdial.simulator.pricing import TERMS
+from specdial.simulator.report import breakdown, entropy, front, study
 from specdial.simulator.report.inputs import read_inputs
 from specdial.simulator.report.page import SECTIONS, build_page
 from specdial.simulator.report.theme import DARK, LIGHT
@@ -66,7 +67,8 @@ def test_figures_have_data_places_and_known_colours(page):
     tree = Tree(page)
     figures = figures_of(tree)
     assert {name.split("-")[1] for name in figures} == {
-        *("breakdown", "speedup", "tail", "entropy", "calibration", "composed", "fixed", "front", "measured", "heads")
+        *("breakdown", "speedup", "tail", "entropy", "calibration", "composed", "fixed", "front", "measured", "lossy"),
+        "heads",
     }
     for name, figure in figures.items():
         assert name in tree.ids
@@ -74,17 +76,23 @@ def test_figures_have_data_places_and_known_colours(page):
     colours = set(re.findall(r'"@([a-z-]+)"', tree.scripts[0])) - {"font"}
     assert colours <= set(LIGHT)
     assert set(LIGHT) == set(DARK)
+    assert set(breakdown.WORDS) == set(TERMS)
+    assert {breakdown._color(term) for term in TERMS} <= set(LIGHT)
 
 
 def test_lossless_and_lossy_are_labelled_and_apart(page):
     tree = Tree(page)
     rows = re.findall(r"<tr>(.*?)</tr>", page.split('id="measured"')[1].split("</section>")[0])[1:]
     kinds = [re.findall(r'class="tag (\w+)"', row) for row in rows]
-    assert kinds == [["lossy"], ["lossless"], ["lossless"]]
-    assert "&lt;i&gt;odd" in rows[2]  # what files say is text, never markup
+    assert kinds == [["lossless"], ["lossless"], ["lossy"]]  # not ranked together, fast as the lossy one is
+    assert "&lt;i&gt;odd" in rows[1]  # what files say is text, never markup
     parts = figures_of(tree)["chart-measured"]["data"]
     assert [(len(part["x"]), part["marker"]["symbol"]) for part in parts] == [(2, "circle"), (1, "diamond-open")]
     assert parts[1]["error_y"]["array"] == pytest.approx([0.1])
+    lossy = figures_of(tree)["chart-lossy"]["data"]
+    assert [part["x"] for part in lossy] == [[0.98], [0.97]]  # predicted, measured
+    assert lossy[1]["error_x"]["array"] == pytest.approx([0.01])
+    assert "lossless" not in tree.sections["lossy"]
     for section in ("inversion", "surface", "breakdown"):
         assert "lossless" in tree.sections[section]
 
