@@ -22,12 +22,12 @@ USUAL = "sparse_self"
 
 
 def operation(op: str, drafter: str = USUAL, source: str = "") -> str:
-    """What an operation of a drafter's rounds is called: draft, draft (lookup), verify_partial (lookup) [history].
+    """What an operation of a drafter's rounds is called: draft, draft (lookup), verify_partial (lookup) from history.
 
     source: of rounds of policies that verify partially, see engine.trace.sources. Plain steps have neither.
     """
     name = op if op == "plain" or drafter == USUAL else f"{op} ({drafter})"
-    return f"{name} [{source}]" if source else name
+    return f"{name} from {source}" if source else name
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,8 @@
 
 Costs are taken from real rounds on real keys, not from isolated calls: every configuration is decoded for a few rounds
 from the same committed state (calibrate_bench). Drafters are timed one after another, each on sequences that hold what
-it needs and nothing else: attention rows cost a verification time that a drafter without history does not spend.
+it needs and nothing else: attention rows cost a verification time that a drafter without history does not spend. A
+drafter's partial verifications are timed among its full ones wherever they need nothing more.
 """
 
 import gc
@@ -38,7 +39,7 @@ def run(settings: Mapping[str, Any], job: Job | None = None) -> dict[str, Any]:
     job: a loaded model and its documents, instead of those that the settings name; the first one is timed.
     """
     s = parse(Settings, settings)
-    plans = plans_of(s)
+    groups = plans_of(s)
     workload = {**s.workload, "context_tokens": max(s.contexts), "documents": 3, "new_tokens": s.new_tokens}
     workload["keep_short"] = False  # a shorter prompt would be timed as a longer one
     job = load_job(s.model, workload, "train") if job is None else _timed_document(job, s)
@@ -54,9 +55,9 @@ def run(settings: Mapping[str, Any], job: Job | None = None) -> dict[str, Any]:
             _print(out, job, held.rows.to_pylist(), s)
             return {"out": str(out), "rows": held.rows.num_rows}
     rows: list[dict[str, Any]] = []
-    with progress("calibrate", len(plans) * len(s.contexts) * len(s.batches)) as bar:
-        for number, plan in enumerate(plans):
-            rows += _measure(job, s, plan, plain=number == 0, bar=bar)
+    with progress("calibrate", len(groups) * len(s.contexts) * len(s.batches)) as bar:
+        for number, plans in enumerate(groups):
+            rows += _measure(job, s, plans, plain=number == 0, bar=bar)
     meta = describe(job, Sampling())
     write_costs(
         out,
@@ -84,15 +85,16 @@ def _timed_document(job: Job, s: Settings) -> Job:
     return replace(job, documents=[cut])
 
 
-def _measure(job: Job, s: Settings, plan: Plan, *, plain: bool, bar: Bar) -> list[dict[str, Any]]:
+def _measure(job: Job, s: Settings, plans: list[Plan], *, plain: bool, bar: Bar) -> list[dict[str, Any]]:
     """Cost rows of one drafter. plain: of plain decoding too."""
     rows: list[dict[str, Any]] = []
-    prefilled = job.sequences(job.documents[:1], plan.all_policies, copies=max(s.batches))
+    policies = [policy for plan in plans for policy in plan.all_policies]
+    prefilled = job.sequences(job.documents[:1], policies, copies=max(s.batches))
     for batch in s.batches:
-        bench = Bench(job, s, plan, prefilled.repeated(batch))
+        bench = Bench(job, s, plans, prefilled.repeated(batch))
         for context in s.contexts:
             rows += bench.measure(context, plain=plain)
-            bar.advance(1, f"{plan.drafter.label} {plan.source}".strip() + f", context {context}, batch {batch}")
+            bar.advance(1, f"{plans[0].drafter.label}, context {context}, batch {batch}")
         del bench
         gc.collect()  # sequences and their graphs refer to each other
     return rows

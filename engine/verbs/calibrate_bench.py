@@ -1,5 +1,4 @@
-"""One batch of identical prompts, held at a chosen committed length, whose rounds are timed configuration by
-configuration.
+"""One batch of identical prompts, held at a chosen length, whose rounds are timed configuration by configuration.
 
 Configurations are interleaved so that drift of the machine falls on all alike. Terms of a partial verification that no
 moment of a round tells apart are told apart by difference: choosing keys is timed alone, right after a round, and what
@@ -38,38 +37,53 @@ Samples = dict[Key, list[float]]
 
 
 class Bench:
-    """Times one plan at one batch size."""
+    """Times the plans of one drafter that the same sequences serve, at one batch size."""
 
-    def __init__(self, job: Job, settings: Settings, plan: Plan, sequences: Sequences) -> None:
+    def __init__(self, job: Job, settings: Settings, plans: list[Plan], sequences: Sequences) -> None:
         self.settings = settings
         self.kv_bytes = describe(job, Sampling())["model"]["kv_bytes_per_token"]
         self.weight_bytes = job.model.decoder.weight_bytes
-        self.plan = plan
+        self.plans = plans
         self.prompt = job.documents[0].prompt_ids
         self.sequences = sequences
 
     def measure(self, context: int, *, plain: bool) -> list[dict[str, Any]]:
         """Cost rows at one committed length. plain: of plain decoding too."""
-        samples: Samples = {}
+        full: Samples = {}
+        partial: dict[str, Samples] = {plan.source: {} for plan in self.plans if plan.source}
+        steps: list[float] = []
         for repeat in range(-WARMUP_REPEATS, self.settings.repeats):
-            found: Samples = {}
+            if repeat == 0:  # what came before was to warm up
+                full, partial, steps = {}, {source: {} for source in partial}, []
             for k, budget in self._configurations(max(repeat, 0)):
-                self._full(found, context, k, budget)
-            self._partial(found, context, max(repeat, 0))
+                self._full(full, context, k, budget)
+            for plan in self.plans:
+                if plan.source:
+                    self._partial(partial[plan.source], plan, context, max(repeat, 0))
             if plain:
-                for r in self._rounds(context, PLAIN, self._usual):
-                    found.setdefault(("plain", 0, 0), []).append(r.verify_us + r.host_us)
-            if repeat >= 0:
-                for key, values in found.items():
-                    samples.setdefault(key, []).extend(values)
-        missing = [k for k in self.settings.ks if ("verify", k, 0) not in samples]
-        if missing or (self.plan.source and not any(op == "refresh" for op, _, _ in samples)):
-            drafts = missing[0] if missing else max(self.settings.ks)
+                steps += [r.verify_us + r.host_us for r in self._rounds(context, PLAIN, self._usual)]
+        self._check(full, partial, context)
+        rows = [self._row("", ("plain", 0, 0), context, steps)] if plain else []
+        for plan in self.plans:
+            samples = full
+            if plan.source:
+                verified = {key: values for key, values in full.items() if key[0] in ("verify", "host")}
+                samples = _apart({**verified, **partial[plan.source]}, max(self.settings.ks))
+            rows += [self._row(plan.source, key, context, values) for key, values in samples.items()]
+        return rows
+
+    def _check(self, full: Samples, partial: dict[str, Samples], context: int) -> None:
+        """Raises UserError where a lookup found nothing to time."""
+        missing = [k for k in self.settings.ks if ("verify", k, 0) not in full]
+        for samples in partial.values():
+            timed = {k for op, k, _ in samples if op == "verify_partial"}
+            missing += [k for k in self.settings.ks if k not in timed]
+            missing += [] if any(op == "refresh" for op, _, _ in samples) else [max(self.settings.ks)]
+        if missing:
             raise UserError(
-                f"drafter {self.plan.drafter.label} found no {drafts} drafts at context {context} of this text",
+                f"drafter {self.plans[0].drafter.label} found no {missing[0]} drafts at context {context} of this text",
                 "calibrate at another context or with another workload",
             )
-        return [self._row(key, context, values) for key, values in _apart(samples, max(self.settings.ks)).items()]
 
     @property
     def _usual(self) -> int:
@@ -77,13 +91,17 @@ class Bench:
 
     def _configurations(self, repeat: int) -> Iterator[tuple[int, int]]:
         """Every k once, budgets and order rotating with the repeat."""
-        ks, budgets = self.settings.ks, self.plan.budgets
+        ks, budgets = self.settings.ks, self.plans[0].budgets
         for i in range(len(ks)):
             at = (i + repeat) % len(ks)
             yield ks[at], budgets[(at + repeat) % len(budgets)]
 
+    def _accepted(self, policy: Policy, k: int) -> tuple[float, ...]:
+        return self.settings.acceptance.of(policy) if k else ()
+
     def _full(self, found: Samples, context: int, k: int, budget: int) -> None:
-        for r in self._rounds(context, self.plan.policies[k, budget], self._usual):
+        policy = self.plans[0].policies[k, budget]
+        for r in self._rounds(context, policy, self._usual, synthetic=self._accepted(policy, k)):
             if int(r.k.min()) < k:  # a lookup that found nothing
                 continue
             found.setdefault(("verify", k, 0), []).append(r.verify_us)
@@ -95,13 +113,12 @@ class Bench:
             found.setdefault(("draft", 0, budget), []).append(r.draft_us / k)
             found.setdefault(("select", 0, budget), []).append(r.select_us)
 
-    def _partial(self, found: Samples, context: int, repeat: int) -> None:
+    def _partial(self, found: Samples, plan: Plan, context: int, repeat: int) -> None:
         """Partial rounds, the choice of their keys alone, and full rounds that recompute rows."""
-        plan = self.plan
-        for k, draft_budget in self._configurations(repeat) if plan.source else ():
+        for k, draft_budget in self._configurations(repeat):
             for keys in plan.verify_budgets:
                 policy = plan.partial[k, draft_budget, keys]
-                for r in self._rounds(context, policy, self._usual):
+                for r in self._rounds(context, policy, self._usual, synthetic=self._accepted(policy, k)):
                     if int(r.k.min()) < k:
                         continue
                     found.setdefault(("verify_partial", k, keys), []).append(r.verify_us)
@@ -128,9 +145,8 @@ class Bench:
         seen to take 15 % longer than those of later rounds.
         """
         self.sequences.hold(self.prompt[:context], limit=self.settings.new_tokens)
-        accepted = synthetic or self.settings.acceptance.of(policy)
         numbers = list(range(self.sequences.batch))
-        decoding = Decoding(self.sequences, policy, Sampling(), numbers, synthetic=accepted)
+        decoding = Decoding(self.sequences, policy, Sampling(), numbers, synthetic=synthetic)
         with closing(decoding.rounds()) as rounds:
             return list(islice(rounds, count))[first:]
 
@@ -160,13 +176,13 @@ class Bench:
         moments_ns = decoding.state.read_back().wait().moments_ns
         return float(moments_ns[SELECTED] - moments_ns[START]) / 1e3
 
-    def _row(self, key: Key, context: int, samples: list[float]) -> dict[str, Any]:
+    def _row(self, source: str, key: Key, context: int, samples: list[float]) -> dict[str, Any]:
         op, k, budget = key
         values = np.array(samples)
         return {
             "op": op,
-            "drafter": "none" if op == "plain" else self.plan.drafter.label,
-            "source": "" if op == "plain" else self.plan.source,
+            "drafter": "none" if op == "plain" else self.plans[0].drafter.label,
+            "source": source,
             "context_tokens": context,
             "batch": self.sequences.batch,
             "k": k,
@@ -181,7 +197,7 @@ class Bench:
     def _bytes(self, op: str, context: int, k: int, budget: int) -> int:
         """Weights, keys and values that an operation must read; 0 where it is not known: for drafts with weights other
         than the model's, for choices of a partial verification and for what recomputed rows add."""
-        drafter, page = self.plan.drafter, self.settings.draft_kv.page
+        drafter, page = self.plans[0].drafter, self.settings.draft_kv.page
         if op in ("draft", "select") and (not drafter.reads_selection or drafter.weights != "model"):
             return 0
         summaries = context // page if drafter.kind == "quest" else 0  # a smallest and a largest key a page

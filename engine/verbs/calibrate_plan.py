@@ -4,7 +4,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from specdial.engine.acceptance import JUDGED, Acceptance
-from specdial.engine.job import ModelSettings
+from specdial.engine.history import HistorySpec
+from specdial.engine.job import ModelSettings, history_spec
 from specdial.engine.trace.sources import SOURCES, heads_used, of_source, source_label
 from specdial.policies.errors import UserError
 from specdial.policies.fields import setting, to_plain
@@ -71,8 +72,11 @@ class Plan:
         return tuple(dict.fromkeys(keys for _, _, keys in self.partial))
 
 
-def plans_of(s: Settings) -> list[Plan]:
-    """Raises UserError on drafters that cannot be timed, or that the table could not tell apart."""
+def plans_of(s: Settings) -> list[list[Plan]]:
+    """Plans in groups that the same sequences serve: one drafter, and the history that it or a verification needs.
+
+    Raises UserError on drafters that cannot be timed, or that the table could not tell apart.
+    """
     if not (s.contexts and s.batches and s.ks and s.budgets):
         raise UserError("contexts, batches, ks and budgets must not be empty", "name at least one value of each")
     labels = [drafter.label for drafter in s.drafters]
@@ -95,13 +99,18 @@ def plans_of(s: Settings) -> list[Plan]:
                 s.acceptance.of(policy)
     if s.verify_kv.mode == "partial":
         plans += [_partial(s, plan, source) for plan in list(plans) for source in s.sources or (s.verify_kv.source,)]
-    return plans
+    groups: dict[tuple[str, HistorySpec | None], list[Plan]] = {}
+    for plan in plans:
+        groups.setdefault((plan.drafter.label, history_spec(plan.all_policies)), []).append(plan)
+    return list(groups.values())
 
 
 def _check_partial(s: Settings) -> None:
     s.verify_kv.check("verify_kv")
-    if s.verify_kv.full_period != 1:
-        raise UserError(f"verify_kv.full_period is {s.verify_kv.full_period}", "leave it at 1: replay prices it")
+    for name, only in (("full_period", 1), ("refresh", "round")):
+        if getattr(s.verify_kv, name) != only:
+            remedy = "replay prices it" if name == "full_period" else "a selection that is kept is not priced"
+            raise UserError(f"verify_kv.{name} is {getattr(s.verify_kv, name)}", f"leave it at {only}: {remedy}")
     if s.verify_kv.mode == "full":
         for name in ("sources", "verify_budgets"):
             if getattr(s, name):
