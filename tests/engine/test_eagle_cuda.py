@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from specdial.engine import eagle_training
 from specdial.engine.eagle_attention import unrolled_attention
 from specdial.engine.eagle_trainer import Optimisation, Trainer
 from specdial.engine.eagle_training import Unrolling, new_head, read_text
@@ -140,3 +141,15 @@ def test_fused_passes_leave_the_taps_of_the_plain_decoder(tiny_checkpoint, make_
     with s.tapping([reader]):
         s.forward_block(tokens, padded=True, rows=False)
     torch.testing.assert_close(reader._seen, wanted, atol=2e-3, rtol=0)
+
+
+def test_texts_are_read_as_on_a_cpu(tiny_checkpoint, monkeypatch):
+    """Two at once, in several chunks of the fused passes."""
+    decoder = target(tiny_checkpoint, "float32")
+    monkeypatch.setattr(eagle_training, "CUDA_CHUNK_TOKENS", 100)
+    here = load_model(str(tiny_checkpoint("llama", head_dim=64)), device="cpu", dtype="float32").decoder
+    texts = [PROMPTS[1], PROMPTS[1][::-1]]
+    got, wanted = (read_text(d, texts, new_head(d, torch.arange(0, 260), seed=0)) for d in (decoder, here))
+    torch.testing.assert_close(got.taps.cpu(), wanted.taps, atol=2e-3, rtol=0)
+    torch.testing.assert_close(got.wanted.cpu(), wanted.wanted, atol=2e-3, rtol=0)
+    assert (got.drafted.cpu() == wanted.drafted).float().mean() > 0.98
