@@ -59,8 +59,8 @@ def section(inputs: Inputs) -> Section:
         best = drafting[0]
         largest = max(best.breakdown, key=lambda term: best.breakdown[term])
         share = best.breakdown[largest] / best.us_per_token
-        lead = f"The fastest lossless policy that drafts, {escape(best.name)}, "
-        lead += f"spends {share:.0%} of its time on {WORDS[largest]}."
+        lead = f"A token of the fastest lossless policy that drafts, {escape(best.name)}, "
+        lead += f"takes {best.us_per_token / 1e3:.3g} ms; {share:.0%} of that is {WORDS[largest]}."
     marks = [(_color(term), WORDS[term]) for term in TERMS if any(bar.breakdown.get(term) for bar in bars)]
     figure = _figure(bars)
     html = key(*marks) + chart(figure, "Time per token, ms") + _table(bars)

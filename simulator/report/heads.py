@@ -67,8 +67,8 @@ def _map(source: str, heads: list[HeadScore], chosen: list[list[int]]) -> Figure
         "layer",
         "head",
         height=max(180, min(100 + 18 * width, 560)),
-        xaxis={"showline": False, "ticks": "", "range": [-0.5, layers - 0.5]},
-        yaxis={"showgrid": False, "range": [width - 0.5, -0.5]},
+        xaxis={"showline": False, "ticks": "", "range": [-0.5, layers - 0.5], "tick0": 0, "dtick": 1 + layers // 12},
+        yaxis={"showgrid": False, "range": [width - 0.5, -0.5], "tick0": 0, "dtick": 1 + width // 12},
     )
     return Figure(f"chart-heads-{source}", f"Attention on the needle by layer and head, {WORDS[source]}", data, drawn)
 

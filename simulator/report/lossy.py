@@ -55,8 +55,8 @@ def section(inputs: Inputs) -> Section:
     shown = [point for point in points if point.top1 is not None and point.speedup is not None]
     figures = [_figure(shown)] if shown else []
     sources = list(dict.fromkeys(point.source for point in points))
-    lead = f"{len({point.name for point in points})} policies that verify partially, {' and '.join(sources)}: "
-    lead += "how often they write the token that full verification finds likeliest, against their speed."
+    lead = f"Partial verification, {' and '.join(sources)}: how often a token is the one that full verification finds "
+    lead += "likeliest, against the speed."
     html = f'<p class="kinds">Every policy here is {label(False)}</p>'
     for figure in figures:
         marks = [("lossy", "measured"), ("lossy soft", "predicted from probes")]

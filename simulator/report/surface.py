@@ -46,7 +46,9 @@ def section(inputs: Inputs) -> Section:
         best = max(paying, key=lambda tile: tile.speedup)
         lead += f"; most, {times(best.speedup)} with {escape(best.name)}, at {_where(best)}"
     lead += "." + _verdict(inputs.json("tune") or {})
-    marks = [("cell", "speedup, from 1× up"), ("hatch", "k = 0: plain decoding is best")]
+    marks = [("cell", "speedup, from 1× up")]
+    if not all(tile.drafts for tile in (*composed, *fixed)):
+        marks.append(("hatch", "k = 0: plain decoding is best"))
     if any(tile.guessed for tile in (*composed, *fixed)):
         marks.append(("star", "from costs or acceptance of other contexts"))
     figures, html = [], key(*marks)
