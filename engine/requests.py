@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from specdial.engine.workloads import Document, Tokenizer
+from specdial.engine.workloads.file import FIELDS
 from specdial.policies.errors import UserError
 
-FIELDS = ("messages", "prompt", "text")
 SPLIT = "live"
 
 
