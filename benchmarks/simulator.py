@@ -1,4 +1,5 @@
 """S5: simulated rounds per second on one core, memory against the number of policies, loading time of a large trace.
+S4: how far the closed form is from the speeds that SparseSpec-L and Dustin print, from their other printed numbers.
 
 Synthetic traces (simulator.synthetic), real replay with prices and sums, no bootstrap. Each number is the median of
 five runs. The last line of output is one JSON document; --save merges it into benchmarks/results/simulator.json.
@@ -27,6 +28,7 @@ from specdial.engine.trace.reader import read_costs, read_trace
 from specdial.policies.schema import Policy, policy_from_mapping
 from specdial.simulator.costs import CostModel
 from specdial.simulator.lanes import Record, read_record
+from specdial.simulator.printed import dustin, sparsespec_l
 from specdial.simulator.replay import replay
 from specdial.simulator.synthetic import Shape, draft_kv, write_synthetic_costs, write_trace
 
@@ -112,10 +114,42 @@ def cpu_name() -> str:
     return f"{names[0] if names else platform.processor() or platform.machine()}, one core"
 
 
+def printed_speeds() -> list[dict[str, object]]:
+    """S4: the worst relative error of each printed table."""
+    cases = {
+        "S4-sparsespec-l": (sparsespec_l(), "its fixed-k table from one draft and one verification cost"),
+        "S4-dustin": (dustin(), "its 8B row, batch 16, 32k tokens, from what a round costs in plain steps"),
+    }
+    return [
+        result(
+            id, f"closed form against printed tokens/s: {case}", 100.0 * found.worst_frac, "%", bar=5.0,
+            printed=found.printed.tolist(), recomputed=[round(float(v), 2) for v in found.recomputed],
+        )
+        for id, (found, case) in cases.items()
+    ]  # fmt: skip
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--save", action="store_true", help="merge into benchmarks/results/simulator.json")
-    save = parser.parse_args().save
+    parser.add_argument("--printed", action="store_true", help="S4 only")
+    options = parser.parse_args()
+    records = printed_speeds()
+    if not options.printed:
+        records += throughput()
+    for row in records:
+        print(f"{row['id']:<16}{row['value']:>16} {row['unit']:<9}{row['case']}")
+    if options.save:
+        kept = json.loads(RESULTS.read_text()) if RESULTS.exists() else []
+        fresh = {row["id"] for row in records}
+        RESULTS.parent.mkdir(parents=True, exist_ok=True)
+        merged = [row for row in kept if row["id"] not in fresh] + records
+        RESULTS.write_text(json.dumps(merged, indent=1, ensure_ascii=False) + "\n")
+    print(json.dumps(records, ensure_ascii=False))
+
+
+def throughput() -> list[dict[str, object]]:
+    """S5: rounds a second, memory, loading time."""
     records = []
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder)
@@ -134,15 +168,7 @@ def main() -> None:
         seconds, drafts = load_s(out / "long")
         case = f"load a trace of 100 documents x 100k tokens, {drafts} drafts"
         records.append(result("S5-load", case, seconds, "s"))
-    for row in records:
-        print(f"{row['id']:<16}{row['value']:>16} {row['unit']:<9}{row['case']}")
-    if save:
-        kept = json.loads(RESULTS.read_text()) if RESULTS.exists() else []
-        fresh = {row["id"] for row in records}
-        RESULTS.parent.mkdir(parents=True, exist_ok=True)
-        merged = [row for row in kept if row["id"] not in fresh] + records
-        RESULTS.write_text(json.dumps(merged, indent=1, ensure_ascii=False) + "\n")
-    print(json.dumps(records, ensure_ascii=False))
+    return records
 
 
 if __name__ == "__main__":
