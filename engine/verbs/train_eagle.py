@@ -164,7 +164,8 @@ class _Training:
         s, account = self.s, self.account
         noted_s = saved_s = time.monotonic()
         with progress("train_eagle", 1000) as bar:
-            bar.advance(shown := int(1000 * self.done_frac))
+            shown = int(1000 * self.done_frac)  # in thousandths
+            bar.advance(shown)
             for lesson in in_order(self.lessons, s.seed, account["done"]):
                 if self.done_frac >= 1:
                     break
@@ -183,7 +184,9 @@ class _Training:
                 if now_s - noted_s > NOTED_S or self.done_frac >= 1:
                     self._note()
                     noted_s = now_s
-                    bar.advance(-shown + (shown := min(int(1000 * self.done_frac), 1000)), self._said())
+                    reached = min(int(1000 * self.done_frac), 1000)
+                    bar.advance(reached - shown, self._said())
+                    shown = reached
         self._save()
 
     def _end_epoch(self, held_out: list[Document]) -> None:
