@@ -21,6 +21,7 @@ from specdial.engine.cache import KVCache, gathered
 from specdial.engine.models.config import ModelConfig
 from specdial.engine.pinned_memory import PinnedMemory
 from specdial.kernels.timestamp import timestamp
+from specdial.policies.errors import UserError
 
 UNREAD_TOKENS = 65  # that a round whose end the host has yet to learn may have committed: 64 drafts and one more
 NONE = -1  # no layer
@@ -53,7 +54,7 @@ class HostCache(KVCache):
             self._inward, self._outward = torch.cuda.Stream(), torch.cuda.Stream()
 
     def _allocate(self, shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Host memory for all, and the device's two layers."""
+        """Host memory for all, and the device's two layers. Raises UserError where memory cannot be locked."""
         two = [super(HostCache, self)._allocate(shape[1:], device, dtype) for _ in range(2)]
         self._buffers = [Buffer(k, v) for k, v in two]  # the one that was asked for last stands last
         self._home: tuple[Tensor, Tensor]  # [L, B, Hk, S, D] each, as the host's
@@ -61,7 +62,12 @@ class HostCache(KVCache):
             self._home = super()._allocate(shape, device, dtype)
             return self._home
         size_bytes = torch.Size(shape).numel() * dtype.itemsize
-        keys, values = (PinnedMemory(size_bytes, pieces=shape[0]) for _ in range(2))
+        try:
+            keys, values = (PinnedMemory(size_bytes, pieces=shape[0]) for _ in range(2))
+        except (RuntimeError, OSError) as error:
+            raise UserError(
+                f"{2 * size_bytes / 1e9:.1f} GB of host memory cannot be locked: {error}", "lower context or batch"
+            ) from None
         self._home = keys.host.view(dtype).view(shape), values.host.view(dtype).view(shape)
         return keys.on_device().view(dtype).view(shape), values.on_device().view(dtype).view(shape)
 

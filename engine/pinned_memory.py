@@ -10,6 +10,7 @@ import mmap
 import os
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -31,7 +32,8 @@ class PinnedMemory:
         if size_bytes % (pieces * mmap.PAGESIZE):
             raise RuntimeError(f"{size_bytes} bytes are not {pieces} pieces of whole pages")
         mapped = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        mapped.madvise(mmap.MADV_HUGEPAGE)  # fewer pages to lock
+        with suppress(OSError):  # a kernel without them has more pages to lock
+            mapped.madvise(mmap.MADV_HUGEPAGE)
         self.host = torch.frombuffer(mapped, dtype=torch.uint8)  # [size_bytes]
         locked: list[int] = []
         weakref.finalize(self, unlock, locked)
