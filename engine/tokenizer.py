@@ -132,7 +132,10 @@ _CHAT_FORMATS = {  # tokens that must exist: (before the role, before the conten
 
 
 def _render(template: str, messages: Sequence[Message], add_generation_prompt: bool, bos: str) -> str | None:
-    """The template's text, or None without jinja2. Sandboxed: a template comes from the model's author."""
+    """The template's text, or None without jinja2. Sandboxed: a template comes from the model's author.
+
+    It reaches no attribute that leads out of its values; how long it takes is its author's affair.
+    """
     try:
         from jinja2 import TemplateError
         from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -154,8 +157,8 @@ def _render(template: str, messages: Sequence[Message], add_generation_prompt: b
                 messages=list(messages), add_generation_prompt=add_generation_prompt, bos_token=bos, eos_token=""
             )
         )
-    except TemplateError as error:
-        cause = " ".join(str(error).split())[:120]
+    except Exception as error:  # whatever the template's expressions raise: a division by zero, a text too long
+        cause = (" ".join(str(error).split()) or type(error).__name__)[:120]
         raise UserError(f"the model's chat template failed: {cause}", "give a plain text prompt") from None
 
 

@@ -3,10 +3,9 @@
 The kill is a real SIGKILL, at the moment before a chosen file gets its name: the worst one.
 """
 
-import json
+import itertools
 import os
-import subprocess
-import sys
+import signal
 from pathlib import Path
 
 import pytest
@@ -17,30 +16,7 @@ from specdial.policies.errors import UserError
 
 TIMES = ["draft_us", "verify_us", "select_us", "host_us"]
 # Files appear in the order run.json, meta.json, then drafts, outputs and rounds of document after document.
-KILLS = {1: 0, 2: 0, 3: 0, 5: 0, 6: 1, 7: 1, 8: 1, 10: 2}  # file about to be renamed: documents finished by then
-
-# One process for all kills: each child records until its n-th rename, and dies there.
-CHILDREN = """
-import json, os, signal, sys
-from specdial.engine.verbs import record
-settings = json.loads(sys.argv[1])
-rename = os.replace
-for kill in json.loads(sys.argv[2]):
-    child = os.fork()
-    if child == 0:
-        count = 0
-        def replace(old, new):
-            global count
-            count += 1
-            if count == kill:
-                os.kill(os.getpid(), signal.SIGKILL)
-            rename(old, new)
-        os.replace = replace
-        record.run({**settings, "out": f"{settings['out']}-{kill}"})
-        os._exit(0)
-    print(os.waitpid(child, 0)[1])
-"""
-
+KILLS = {1: 0, 2: 0, 5: 0, 6: 1, 10: 2}  # file about to be renamed: documents finished by then
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -70,18 +46,26 @@ def settings(tiny_checkpoint, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def killed(settings):
-    """The folder of every kill."""
-    found = subprocess.run(
-        [sys.executable, "-c", CHILDREN, json.dumps(settings), json.dumps(list(KILLS))],
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=300,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert found.stdout.split() == ["9"] * len(KILLS), found.stderr  # each child died of SIGKILL
-    return {kill: Path(f"{settings['out']}-{kill}") for kill in KILLS}
+def killed(settings, one_thread):
+    """The folder of every kill: of a process forked here that records until its n-th rename, and dies there."""
+    rename, places = os.replace, {kill: Path(f"{settings['out']}-{kill}") for kill in KILLS}
+    for kill, out in places.items():
+        child = os.fork()
+        if child == 0:
+            count = itertools.count(1)
+
+            def replace(old, new, count=count, kill=kill):
+                if next(count) == kill:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                rename(old, new)
+
+            try:
+                os.replace = replace
+                record.run({**settings, "out": str(out)})
+            finally:
+                os._exit(1)
+        assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
+    return places
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,141 @@
+"""What may stop a run: a kill, Ctrl-C, a full disk, a directory that cannot be written, another run. Nothing is lost.
+
+Kills are a few of the many that `make soak` does.
+"""
+
+import os
+import resource
+import signal
+import sys
+
+import pytest
+
+from specdial.conf import cli
+from specdial.engine.trace.reader import read_trace
+from specdial.policies.errors import UserError
+
+VERBS = ["record", "calibrate", "tune", "validate", "export"]
+NOBODY = 65534
+
+
+@pytest.fixture
+def same(script, world):
+    """same(verb, out): the files of a run are those of an undisturbed one."""
+    kill = script("kill")
+
+    def check(verb, out):
+        assert kill.differing(kill.everything(out), world.undisturbed[verb]) == []
+
+    return check
+
+
+@pytest.fixture
+def in_child(script):
+    """in_child(work) -> exit code of a process forked here: 0, or 2 for a UserError that `says` all these words."""
+
+    def run(work, *says):
+        child = os.fork()
+        if child == 0:
+            code = 4
+            try:
+                script("kill").silence()
+                work()
+                code = 0
+            except UserError as error:
+                code = 2 if all(word in str(error) for word in says) and "\n" not in str(error) else 3
+            finally:
+                os._exit(code)
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+    return run
+
+
+def test_kill_9_at_any_moment(script, world):
+    kills = script("kill").kill_many(world, 5, seed=3)
+    assert set(kills) == set(VERBS)
+    assert min(kills.values()) >= 1
+
+
+@pytest.mark.parametrize("verb", ["record", "tune", "export"])
+def test_a_full_disk_is_told_in_one_line_and_the_run_goes_on_when_there_is_room(script, world, same, in_child, verb):
+    """The limit on a file's size stands for the disk: the largest file does not fit."""
+    kill, out = script("kill"), world.folder / f"{verb}-full"
+    sizes = [path.stat().st_size for path in (world.folder / f"{verb}-undisturbed").rglob("*") if path.is_file()]
+
+    def crowded():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (max(sizes) - 1, resource.RLIM_INFINITY))
+        world.actions[verb](out)
+
+    assert in_child(crowded, f"cannot write {out}/", "File too large; free space or choose another out=") == 2
+    kill.everything(out)  # whole files only
+    assert not list(out.rglob("*.tmp"))
+    kill.completed(world.actions[verb], out)
+    same(verb, out)
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_a_directory_that_cannot_be_written_is_named(world, in_child, verb):
+    locked = world.folder / f"{verb}-locked"
+    locked.mkdir(mode=0o555)
+
+    def unprivileged():
+        if os.geteuid() == 0:
+            os.seteuid(NOBODY)
+        world.actions[verb](locked / "out")
+
+    assert in_child(unprivileged, "cannot write", str(locked), "Permission denied") == 2
+    assert list(locked.iterdir()) == []
+
+
+def test_two_runs_on_one_directory(world, same, in_child, monkeypatch):
+    """The first one stops itself midway, the second one is refused, the first one ends as if alone."""
+    out, rename, files = world.folder / "record-two", os.replace, []
+
+    def stop_at_the_fifth(old, new):
+        files.append(new)
+        if len(files) == 5:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        rename(old, new)
+
+    first = os.fork()
+    if first == 0:
+        os.replace = stop_at_the_fifth
+        try:
+            world.actions["record"](out)
+        finally:
+            os._exit(0)
+    assert os.WIFSTOPPED(os.waitpid(first, os.WUNTRACED)[1])
+    words = (f"{out} is in use by another run; wait until it has ended, or choose another out=",)
+    assert in_child(lambda: world.actions["record"](out), *words) == 2
+    os.kill(first, signal.SIGCONT)
+    os.waitpid(first, 0)
+    same("record", out)
+
+
+def test_ctrl_c_exits_with_130_and_the_next_call_goes_on(tiny_checkpoint, tmp_path, monkeypatch, capsys, one_thread):
+    """A real SIGINT at the moment before a file gets its name."""
+    (tmp_path / "text.txt").write_text("\n\n".join(f"Paragraph {i}, on {i * i} things." for i in range(300)))
+    shape = ["hardware=cpu", "workload=file", "workload.documents=2", "workload.new_tokens=8", "context=64"]
+    place = [f"model={tiny_checkpoint('llama')}", f"workload.path={tmp_path / 'text.txt'}", "policy=plain"]
+
+    def record(out):
+        monkeypatch.setattr(sys, "argv", ["specdial", "record", *shape, *place, f"out={tmp_path / out}"])
+        try:
+            cli.main()
+        except SystemExit as stop:
+            return stop.code
+        return 0
+
+    rename = os.replace
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", lambda old, new: ("drafts-00001" in str(new) and stop()) or rename(old, new))
+
+        def stop():
+            signal.raise_signal(signal.SIGINT)
+
+        assert record("stopped") == 130
+    assert capsys.readouterr().err.splitlines()[-1] == "interrupted; finished parts are on disk"
+    assert set(read_trace(tmp_path / "stopped").rounds["doc"].to_pylist()) == {0}
+    assert record("stopped") == record("whole") == 0
+    assert read_trace(tmp_path / "stopped").outputs.equals(read_trace(tmp_path / "whole").outputs)
+    assert not list((tmp_path / "stopped").glob(".*"))
