@@ -1,6 +1,7 @@
 """Acceptance as a hazard: the chance that a draft is accepted, given that every draft before it was.
 
-Logistic in depth, entropy, top-1 probability, margin and log budget, fitted on the drafts that verification judged.
+Logistic in depth, entropy, top-1 probability, margin, log budget and the age of the scores that chose the keys a draft
+read (where rounds kept them; 0 elsewhere), fitted on the drafts that verification judged.
 A chain says nothing past its first rejection, nor past the k at which its round stopped: those drafts are left out,
 which is all that right-censoring needs in a hazard model. Leaves out replay itself; simulator.mixing interpolates arms.
 """
@@ -16,7 +17,7 @@ from specdial.simulator.lanes import Record
 
 Floats = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
-FEATURES = ("log_depth", "entropy_nats", "top1_prob", "margin", "log_budget")
+FEATURES = ("log_depth", "entropy_nats", "top1_prob", "margin", "log_budget", "log_age")
 RIDGE = 1e-4
 BINS = 10
 
@@ -79,10 +80,12 @@ def judged_drafts(record: Record, split: str | None = None, arms: Sequence[int] 
         depth = np.arange(record.k_max)[:, None]
         reached = (depth <= record.run[cells]) & (depth < record.depths[cells])  # [K, rows]
         budget = float(record.budget(arm))
+        age = np.broadcast_to(np.log1p(record.age_of(cells)), reached.shape)[reached]
         columns = [
             np.broadcast_to(np.log(depth + 1.0), reached.shape)[reached],
             *(record.signals[name][:, cells][reached] for name in ("entropy_nats", "top1_prob", "margin")),
             np.full(int(reached.sum()), np.log(budget)),
+            age,
         ]
         features.append(np.stack(columns, axis=1).astype(np.float64))
         source = record.match if record.accept_prob is None else record.accept_prob

@@ -63,6 +63,7 @@ def _complete_arm(
     source = cells[_donors(record, record.depths[cells] > 0, generator)]
     signals = {name: record.signals[name][:, source].copy() for name in SIGNALS}
     depths, run = record.depths[source], np.minimum(record.run[source], record.depths[source])
+    log_age = np.log1p(record.age_of(source))
     log_budget = np.log(float(record.budget(int(cells[0]) % len(record.arms))))
     uniform = generator.random((record.k_max, len(cells)))
     pool, pool_depth = np.zeros(0, np.int64), 0  # the deepest judged drafts so far
@@ -81,6 +82,7 @@ def _complete_arm(
                 np.full(len(lacking), np.log(d + 1.0)),
                 *(signals[name][d, lacking].astype(np.float64) for name in SIGNALS),
                 np.full(len(lacking), log_budget),
+                log_age[lacking],
             ],
             axis=1,
         )

@@ -51,6 +51,7 @@ class Record:
     signals: name -> [K, cells] float32. run: [cells] leading drafts that matched. depths: [cells] drafts recorded,
     depth 1 on. complete: [arms] every draft any round could ask for, up to K, is there.
     accept_prob: [K, cells] when decoding was sampled, else None. policy_digest: of the policy that was recorded.
+    age: [rows] rounds since the scores were made by which a place's round chose its keys, None where all are 0.
     fidelity: what probes say of partial verification, None without any. log_luck: [rows] log of a uniform draw a place,
     that partial verification thins acceptance by; None until `with_luck`.
     """
@@ -68,6 +69,11 @@ class Record:
     policy_digest: str
     fidelity: Model | None = None
     log_luck: npt.NDArray[np.float64] | None = None
+    age: Ints | None = None
+
+    def age_of(self, cells: Ints) -> Ints:
+        """`age` of cells [n]."""
+        return np.zeros_like(cells) if self.age is None else self.age[cells // max(len(self.arms), 1)]
 
     @property
     def sampled(self) -> bool:
@@ -133,7 +139,7 @@ def read_record(trace: Trace) -> Record:
     complete = _complete(documents, depths.reshape(-1, max(len(arms), 1)), k_max)
     return Record(
         trace, documents, arms, k_max, signals, match, run, depths, complete, accept_prob, recorded_digest(trace),
-        Model.of(trace),
+        Model.of(trace), age=_score_age(trace, documents),
     )  # fmt: skip
 
 
@@ -183,6 +189,27 @@ def _addresses(trace: Trace, documents: Documents, k_max: int) -> tuple[Ints, In
         raise UserError(f"trace {trace.path} holds drafts outside its documents' outputs", "record it again")
     row = documents.offset[index] + position - documents.start[index]
     return depth - 1, row * max(len(arm_place), 1) + arm[number], table
+
+
+def _score_age(trace: Trace, documents: Documents) -> Ints | None:
+    """[rows] see Record.age: where a drafter keeps its selection, and where partial rounds left scores as they were.
+
+    A dense record chooses anew at every place.
+    """
+    every = parse(DraftKV, trace.meta["policy"]["draft_kv"], "meta.json policy.draft_kv").refresh_rounds
+    since = trace.rounds["rounds_since_full"].to_numpy()
+    if trace.meta["dense"] or (every == 1 and not since.any()):
+        return None
+    doc, number, context = (trace.rounds[name].to_numpy() for name in ("doc", "round", "context_tokens"))
+    found = np.zeros(int((documents.end - documents.start).sum()), np.int64)
+    for place, one in enumerate(documents.doc):
+        mine = np.flatnonzero(doc == one)
+        mine = mine[np.argsort(number[mine])]
+        scores = np.concatenate([[0], since[mine][:-1]])  # of a round: partial rounds just before it
+        rounds = np.arange(len(mine))
+        chosen = rounds - rounds % every if every else np.zeros_like(rounds)
+        found[documents.offset[place] + context[mine] - documents.start[place]] = scores[chosen] + rounds - chosen
+    return found
 
 
 def _complete(documents: Documents, depths: Ints, k_max: int) -> Bools:

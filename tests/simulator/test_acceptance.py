@@ -1,6 +1,9 @@
 """The acceptance model against data whose hazard is known, and on documents it has not seen."""
 
+import dataclasses
+
 import numpy as np
+import pyarrow as pa
 import pytest
 
 from specdial.engine.trace.reader import read_trace
@@ -39,7 +42,7 @@ def test_a_known_hazard_is_recovered():
     logit = 0.5 - 1.5 * features[:, 1] + 0.3 * features[:, 4]
     label = (generator.random(20_000) < 1.0 / (1.0 + np.exp(-logit))).astype(float)
     found = fit_hazard(Judged(features, label))
-    assert found.weights / found.scale == pytest.approx([0.0, -1.5, 0.0, 0.0, 0.3], abs=0.08)
+    assert found.weights / found.scale == pytest.approx([0.0, -1.5, 0.0, 0.0, 0.3, 0.0], abs=0.08)
 
 
 def test_held_out_documents_are_predicted_better_than_by_the_mean(record):
@@ -83,3 +86,22 @@ def test_the_check_scores_what_was_not_fitted(record):
     assert [left.budget for left in check.left_out] == [128]
     assert check.left_out[0].modelled == pytest.approx(check.left_out[0].recorded, rel=0.05)
     assert check_acceptance(record, "train", "train").hazard is None
+
+
+def test_scores_kept_over_rounds_have_an_age(tmp_path):
+    """Kept for three rounds; and not made anew by partial rounds, of which a full one is the third."""
+    write_trace(tmp_path, Shape(documents=1))
+    trace = read_trace(tmp_path)
+    trace.meta["dense"] = False
+    rounds = trace.rounds.num_rows
+    assert read_record(trace).age is None
+    trace.meta["policy"]["draft_kv"]["refresh_rounds"] = 3
+    assert read_record(trace).age.tolist() == [i % 3 for i in range(rounds)]
+    trace.meta["policy"]["draft_kv"]["refresh_rounds"] = 1
+    since = pa.array([(i + 1) % 3 for i in range(rounds)], pa.int32())  # 1 2 0 1 2 0
+    at = trace.rounds.column_names.index("rounds_since_full")
+    partial = dataclasses.replace(trace, rounds=trace.rounds.set_column(at, trace.rounds.schema.field(at), since))
+    record = read_record(partial)
+    assert record.age.tolist() == [i % 3 for i in range(rounds)]
+    ages = judged_drafts(record, arms=[0]).features[:, FEATURES.index("log_age")]
+    assert set(np.round(np.exp(ages) - 1.0)) == {0.0, 1.0, 2.0}
