@@ -17,6 +17,7 @@ from specdial.conf.explained import EXPLAINED
 HERE = Path(__file__).parent
 REQUIRED = "???"
 LEFT = 32  # columns of the settings' names
+ALSO = {"model": ", or model=FOLDER, FILE.gguf or owner/name"}  # ways to choose besides the options
 OPTIONS = (
     ("-m", "sweep: every combination of values given as a,b,c, one run each"),
     ("--cfg job", "print the composed settings and do nothing"),
@@ -177,7 +178,8 @@ def _line(left: str, text: str, width: int) -> str:
 
 
 def _group_lines(group: Group, width: int) -> list[str]:
-    title = f"Group {group.name}, as {group.name}=OPTION" + (f" (now {group.chosen}):" if group.chosen else ":")
+    ways = f"{group.name}=OPTION{ALSO.get(group.name, '')}"
+    title = f"Group {group.name}, as {ways}" + (f" (now {group.chosen}):" if group.chosen else ":")
     lines = [title, *(_line(f"  {option}", text, width) for option, text in group.options.items())]
     if group.settings:
         lines += [f"Settings of {group.name}={group.chosen}:", *(_lines(option, width) for option in group.settings)]

@@ -96,7 +96,7 @@ def _packages(requirements: list[str]) -> list[Check]:
             continue
         name = re.split(r"[^\w.-]", requirement.strip())[0]
         least = re.search(r">=([\d.]+)", requirement)
-        remedy = f"pip install 'specdial[{extra.group(1)}]'" if extra else f"pip install '{requirement.strip()}'"
+        remedy = f"pip install '{requirement.strip()}'" + (f", for {extra.group(1)}" if extra else "")
         state: State = "note" if extra else "fail"
         try:
             version = metadata.version(name)

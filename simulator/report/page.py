@@ -66,7 +66,7 @@ def plotly_script() -> str:
     """The text of plotly.js as the plotly package ships it; the package itself is not imported."""
     found = importlib.util.find_spec("plotly")
     if found is None or not found.submodule_search_locations:
-        raise UserError("the report needs plotly, which is not installed", "pip install 'specdial[report]'")
+        raise UserError("the report needs plotly, which is not installed", "pip install 'plotly>=5.24'")
     script = Path(found.submodule_search_locations[0]) / "package_data" / "plotly.min.js"
     try:
         return script.read_text(encoding="utf-8").replace("</script", "<\\/script")

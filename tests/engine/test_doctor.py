@@ -85,7 +85,7 @@ def test_packages_missing_old_and_optional():
         "torch": ("fail", "pip install 'torch>=99'"),
         "numpy": ("ok", ""),
         "nowhere-to-be-found": ("fail", "pip install 'nowhere-to-be-found>=1'"),
-        "absent-too": ("note", "pip install 'specdial[report]'"),
+        "absent-too": ("note", "pip install 'absent-too>=5.24', for report"),
     }
 
 
