@@ -2,8 +2,8 @@
 
 Q1 runs the whole verb, from reading the trace to writing the policies, by one process and by two. Q2 lets four workers
 share a study, in a journal file and in PostgreSQL, kills one of them every now and then, N times, and then counts:
-every trial done, once, and no other. Traces are synthetic unless --trace says otherwise. The last line of output is one JSON
-document; --save merges it into benchmarks/results/search.json.
+every trial done, once, and no other. Traces are synthetic unless --trace says otherwise. The last line of output is one
+JSON document; --save merges it into benchmarks/results/search.json.
 """
 
 import argparse
@@ -44,7 +44,6 @@ RESULTS = ROOT / "benchmarks" / "results" / "search.json"
 TRIALS = 1000
 WORKERS = 4
 SHAPE = Shape(documents=12, prompt_tokens=31_000, new_tokens=512, budgets=(64, 128, 256, 512, 1024))
-GRACE_S = 2.0  # of trials that no worker put its name to; a killed worker's others are known at once, or by heartbeat
 
 
 def search_settings(name: str) -> dict[str, object]:
@@ -87,7 +86,7 @@ def survive(trace: Path, costs: Path, where: str, kills: int) -> dict[str, objec
     plan = Plan("nsga2", TRIALS, 0, goal, tuple(space.suggestions()))
 
     def work() -> Shared:
-        shared = Shared(open_storage(where), goal.directions, {"seed": 0}, grace_s=GRACE_S)
+        shared = Shared(open_storage(where), goal.directions, {"seed": 0})
         search(shared, space, lambda p, batch: replay(record, model, p, "train", batch, bootstrap=0), plan)
         return shared
 

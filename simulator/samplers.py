@@ -1,9 +1,11 @@
-"""Samplers by the size and shape of a space, every one seeded by trial number.
+"""Samplers by the size and shape of a space, and a private study in which a worker draws from them.
 
-A trial's draw depends on the seed, its number and what the study holds, never on which process drew before: workers do
-not repeat each other, and a resumed study goes on as it would have. Parameters in turn take their values round-robin.
+A draw depends on the seed, the number that the trial will have, and what the study holds, so a lone worker walks the
+same way every time, killed in between or not. Workers that meet mix their own luck in, or they would draw the same.
+Parameters in turn take their values round-robin.
 """
 
+import secrets
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -14,8 +16,9 @@ from optuna.samplers import BaseSampler
 from optuna.search_space import IntersectionSearchSpace
 from optuna.trial import FrozenTrial, TrialState
 
+from specdial.simulator.objectives import Goal, Metrics
 from specdial.simulator.space import Space
-from specdial.simulator.study import quiet
+from specdial.simulator.study import REPLAY, quiet
 
 Sampler = Literal["auto", "brute", "gp", "nsga2", "nsga3", "tpe", "random"]
 GENERATION = 50  # one population of NSGA
@@ -34,21 +37,68 @@ def sampler_for(space: Space, trials: int, objectives: int, grid_fits: bool) -> 
     return {1: "tpe", 2: "nsga2"}.get(objectives, "nsga3")
 
 
-def make_sampler(name: str, seed: int, in_turn: Mapping[str, Sequence[Any]]) -> BaseSampler:
-    """A sampler by name; `brute` only asks for what is queued."""
+class Draws:
+    """Asks a sampler for points. The private study mirrors what the shared one has finished; it costs no writes."""
+
+    def __init__(self, name: str, seed: int, goal: Goal, in_turn: Mapping[str, Sequence[Any]]) -> None:
+        self._goal, self._mirrored = goal, set[int]()
+        self._sampler = _make_sampler(name, seed, in_turn)
+        with quiet():
+            self._study = optuna.create_study(directions=goal.directions, sampler=self._sampler)
+
+    def learn(self, trials: Sequence[FrozenTrial]) -> None:
+        """Take over what others, or this worker in an earlier life, found out."""
+        for trial in trials:
+            if trial.state == TrialState.COMPLETE and trial.number not in self._mirrored:
+                self._mirrored.add(trial.number)
+                over = list(self._goal.violations(trial.user_attrs[REPLAY]["metrics"]).values())
+                self._study.add_trial(
+                    optuna.trial.create_trial(
+                        values=trial.values,
+                        params=trial.params,
+                        distributions=trial.distributions,
+                        user_attrs={"violations": over},
+                        system_attrs={**trial.system_attrs, **({"constraints": over} if over else {})},
+                    )
+                )
+
+    def ask(self, number: int) -> optuna.Trial:
+        """A trial to suggest parameters from. number: what it is expected to have in the shared study."""
+        self._sampler.number = number
+        return self._study.ask()
+
+    def made(self, trial: optuna.Trial) -> FrozenTrial:
+        """A trial of `ask` with all that was suggested."""
+        return self._study.get_trials(deepcopy=False)[trial.number]
+
+    def met(self, number: int, expected: int) -> None:
+        """Say which number a trial got: another than expected means that other workers draw, too."""
+        if number != expected and not self._sampler.luck:
+            self._sampler.luck = secrets.randbits(32)
+
+    def tell(self, trial: optuna.Trial, number: int, values: list[float] | None, metrics: Metrics) -> None:
+        """Finish a trial of `ask`, which is number in the shared study."""
+        self._mirrored.add(number)
+        if values is None:
+            self._study.tell(trial, state=TrialState.FAIL)
+            return
+        _set_violations(trial, self._goal.violations(metrics))
+        self._study.tell(trial, values)
+
+
+def _make_sampler(name: str, seed: int, in_turn: Mapping[str, Sequence[Any]]) -> "_ByNumber":
     bounds: dict[str, Any] = {} if hasattr(optuna.Trial, "set_constraint") else {"constraints_func": _violations}
     kinds: dict[str, Callable[[int], BaseSampler]] = {
-        "brute": lambda s: optuna.samplers.RandomSampler(seed=s),
         "random": lambda s: optuna.samplers.RandomSampler(seed=s),
         "gp": lambda s: optuna.samplers.GPSampler(seed=s, deterministic_objective=True, **bounds),
         "nsga2": lambda s: optuna.samplers.NSGAIISampler(seed=s, population_size=GENERATION, **bounds),
         "nsga3": lambda s: optuna.samplers.NSGAIIISampler(seed=s, population_size=GENERATION, **bounds),
         "tpe": lambda s: optuna.samplers.TPESampler(seed=s, n_startup_trials=GENERATION, constant_liar=True, **bounds),
     }
-    return _ByNumber(kinds[name], seed, in_turn, intersects=name in ("nsga2", "nsga3"))
+    return _ByNumber(kinds.get(name, kinds["random"]), seed, in_turn, intersects=name in ("nsga2", "nsga3"))
 
 
-def set_violations(trial: optuna.Trial, violations: Mapping[str, float]) -> None:
+def _set_violations(trial: optuna.Trial, violations: Mapping[str, float]) -> None:
     """Tell the sampler how far each bound is overstepped, the way this Optuna takes it."""
     if not violations:
         return
@@ -64,7 +114,7 @@ def _violations(trial: FrozenTrial) -> list[float]:
 
 
 class _ByNumber(BaseSampler):
-    """A fresh sampler for every trial, seeded by its number.
+    """A fresh sampler for every trial, seeded by its number and this worker's luck, 0 while it is alone.
 
     intersects: its relative search space is what all trials have in common, which is kept from trial to trial here, as
     a fresh sampler would go through all of them again.
@@ -74,12 +124,13 @@ class _ByNumber(BaseSampler):
         self, make: Callable[[int], BaseSampler], seed: int, in_turn: Mapping[str, Sequence[Any]], intersects: bool
     ) -> None:
         self._make, self._seed, self._in_turn = make, seed, in_turn
+        self.number = self.luck = 0
         self._common = IntersectionSearchSpace() if intersects else None
         with quiet():
             self._inner = make(seed)
 
     def before_trial(self, study: optuna.Study, trial: FrozenTrial) -> None:
-        seeds = np.random.SeedSequence((self._seed, trial.number)).generate_state(1)
+        seeds = np.random.SeedSequence((self._seed, self.number, self.luck)).generate_state(1)
         with quiet():
             self._inner = self._make(int(seeds[0]))
         self._inner.before_trial(study, trial)
@@ -101,7 +152,7 @@ class _ByNumber(BaseSampler):
     ) -> Any:
         if param_name in self._in_turn:
             values = self._in_turn[param_name]
-            return values[trial.number % len(values)]
+            return values[self.number % len(values)]
         return self._inner.sample_independent(study, trial, param_name, param_distribution)
 
     def after_trial(

@@ -22,9 +22,9 @@ from specdial.policies.schema import Policy
 from specdial.simulator.axes import Axis, Range
 from specdial.simulator.objectives import METRICS, Goal, Metrics, front, hypervolume, measured_metrics
 from specdial.simulator.outcome import Outcome
-from specdial.simulator.samplers import BATCH, GENERATION, make_sampler, set_violations
+from specdial.simulator.samplers import BATCH, GENERATION, Draws
 from specdial.simulator.space import Point, Space
-from specdial.simulator.study import REPLAY, SURPLUS, Shared, admitted, is_done, root_of
+from specdial.simulator.study import REPLAY, SURPLUS, Shared, admitted, is_done, lost, root_of
 
 Evaluate = Callable[[Sequence[Policy], int], list[Outcome]]  # policies, batch
 STALL_FRAC = 1e-3  # less growth of the hypervolume than this is none
@@ -81,9 +81,6 @@ def search(
     """Work on the study until its trials are done, by this worker or others. on_trials: told how many more are,
     and the best of the first objective so far, in words.
     """
-    in_turn = {"batch": space.search.batches} if len(space.search.batches) > 1 else {}
-    shared.study.sampler = make_sampler(plan.sampler, plan.seed, in_turn)
-    shared.queue(plan.given)
     worker, known = _Worker(shared, space, evaluate, plan), 0
     while True:
         shared.recover()
@@ -127,40 +124,70 @@ def found(trials: Sequence[FrozenTrial], plan: Plan) -> Found:
     return Found(plan.sampler, len(roots), tuple(tried.values()), dict(refused.most_common()), len(roots) < plan.trials)
 
 
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """A trial of this worker's own: in the shared study, and in that of its draws where it was drawn."""
+
+    trial_id: int
+    number: int
+    point: Point
+    drawn: optuna.Trial | None
+
+
 class _Worker:
-    """Asks for a generation of trials and answers them. known: replays by (policy digest, batch), of all workers."""
+    """Takes a generation of trials and answers them. known: replays by (policy digest, batch), of all workers."""
 
     def __init__(self, shared: Shared, space: Space, evaluate: Evaluate, plan: Plan) -> None:
         self.shared, self.space, self.evaluate, self.plan = shared, space, evaluate, plan
         self.known: dict[tuple[str, int], dict[str, Any]] = {}
+        in_turn = {"batch": space.search.batches} if len(space.search.batches) > 1 else {}
+        self.draws = Draws(plan.sampler, plan.seed, plan.goal, in_turn)
 
     def generation(self, trials: Sequence[FrozenTrial], limit: int) -> bool:
-        """Run what is free to be run; False where there is nothing."""
-        waiting = sum(trial.state == TrialState.WAITING for trial in trials)
-        free = limit - len({root_of(trial) for trial in trials if not trial.user_attrs.get(SURPLUS)})
-        count = min(BATCH[self.plan.sampler], max(free, 0) + waiting)
-        if not count:
+        """Run what is free to be run; False where there is nothing. Lost trials first, then given points."""
+        self.draws.learn(trials)
+        roots = {root_of(trial) for trial in trials if not trial.user_attrs.get(SURPLUS)}
+        free = max(limit - len(roots), 0)
+        again = [(root_of(trial), trial.params) for trial in lost(trials)]
+        given = [(f"given-{i}", point) for i, point in enumerate(self.plan.given) if f"given-{i}" not in roots]
+        known = (again + given[:free])[: BATCH[self.plan.sampler]]
+        draw = min(BATCH[self.plan.sampler], len(again) + free) - len(known)
+        if not known and draw <= 0:
             return False
-        asked, points = [], []
-        for _ in range(count):
-            asked.append(self.shared.ask())
-            points.append(_suggest(self.space, asked[-1]))
+        asked = [self._take_given(root, point) for root, point in known]
+        expected = len(trials) + len(asked)
+        asked += [self._draw(expected + i) for i in range(draw)]
         trials = self.shared.trials()
         mine = admitted(trials, limit)
-        run = [(trial, point) for trial, point in zip(asked, points, strict=True) if trial.number in mine]
-        for trial in asked:
-            if trial.number not in mine:
-                self.shared.tell(trial, None, {SURPLUS: True})
-        for trial, replay in zip((t for t, _ in run), self._replays(trials, [p for _, p in run]), strict=True):
-            self._tell(trial, replay)
+        for one in asked:
+            if one.number not in mine:
+                self._finish(one, None, {SURPLUS: True})
+        run = [one for one in asked if one.number in mine]
+        for one, replay in zip(run, self._replays(trials, [one.point for one in run]), strict=True):
+            self._finish(one, None if replay["level"] == "refused" else replay["metrics"], {REPLAY: replay})
         return True
 
-    def _tell(self, trial: optuna.Trial, replay: dict[str, Any]) -> None:
-        values = None
-        if replay["level"] != "refused":
-            values = self.plan.goal.values(replay["metrics"])
-            set_violations(trial, self.plan.goal.violations(replay["metrics"]))
-        self.shared.tell(trial, values, {REPLAY: replay})
+    def _take_given(self, root: str, point: Point) -> _Asked:
+        made: Point = {}
+        axes = {}
+        while (wanted := self.space.next_axis(made)) is not None:
+            name, axis = wanted
+            made, axes[name] = {**made, name: point[name]}, distribution(axis)
+        template = optuna.trial.create_trial(state=TrialState.RUNNING, params=made, distributions=axes)
+        return _Asked(*self.shared.take(template, root), made, None)
+
+    def _draw(self, expected: int) -> _Asked:
+        trial = self.draws.ask(expected)
+        point = _suggest(self.space, trial)
+        trial_id, number = self.shared.take(self.draws.made(trial), None)
+        self.draws.met(number, expected)
+        return _Asked(trial_id, number, point, trial)
+
+    def _finish(self, one: _Asked, metrics: Metrics | None, attributes: dict[str, Any]) -> None:
+        values = None if metrics is None else self.plan.goal.values(metrics)
+        if one.drawn is not None:
+            self.draws.tell(one.drawn, one.number, values, metrics or {})
+        self.shared.finish(one.trial_id, values, attributes)
 
     def _replays(self, trials: Sequence[FrozenTrial], points: list[Point]) -> list[dict[str, Any]]:
         """One answer per point; policies that nobody replayed before are replayed together."""

@@ -1,13 +1,12 @@
 """One Optuna study shared by many workers, any of which may be killed at any time.
 
-A journal file serves the workers of one machine, a database those of many. Every trial belongs to a root: itself, or
-the trial whose place it takes after that one's worker died. A root counts once, however often it had to be run.
-A trial is stale when its worker is gone: in a journal when the process no longer exists, in a database when Optuna's
-heartbeat stops, in both when no worker put its name to it within `GRACE_S`.
-Leaves out what a trial is (simulator.search).
+A journal file serves the workers of one machine, a database those of many. A trial is made in one write, with its
+parameters and its worker's name, and belongs to a root: itself, or the point or lost trial it is another attempt at. A
+root counts once, however often it had to be run. A trial is stale when its worker is gone: in a journal when the
+process no longer exists, in a database when the worker's pulse has stood still for `GRACE_S`, by the watch of whoever
+looks. Stale trials are failed, and their points are run again. Leaves out what a trial is (simulator.search).
 """
 
-import datetime
 import fcntl
 import json
 import os
@@ -30,8 +29,8 @@ from specdial.policies.errors import UserError
 from specdial.simulator.objectives import Direction
 
 NAME = "tune"
-GRACE_S = 20
-HEARTBEAT_S = 5
+GRACE_S = 20.0
+PULSE_S = 4.0
 WORKER, ROOT, REPLAY, SURPLUS = "worker", "root", "replay", "surplus"  # user attributes of a trial
 
 
@@ -78,7 +77,7 @@ def open_storage(where: str) -> BaseStorage:
     for last in (False, False, False, True):
         try:
             with quiet():
-                return RDBStorage(where, heartbeat_interval=HEARTBEAT_S, grace_period=GRACE_S)
+                return optuna.storages.get_storage(RDBStorage(where))
         except ImportError as error:
             raise UserError(f"storage {where.split('://')[0]}: {error}", "pip install specdial[postgres]") from None
         except Exception as error:  # whatever the driver raises; also when two workers make the tables at once
@@ -94,12 +93,11 @@ def quiet() -> Iterator[None]:
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-        warnings.filterwarnings("ignore", message="Heartbeat of storage")  # ours beats without Study.optimize
         yield
 
 
 class Shared:
-    """One worker's view of the study."""
+    """One worker's view of the study. grace_s: see the module."""
 
     def __init__(
         self,
@@ -109,7 +107,7 @@ class Shared:
         grace_s: float = GRACE_S,
     ) -> None:
         """identity: what makes results comparable. Raises UserError when the study holds another search."""
-        self.storage, self.grace_s = storage, grace_s
+        self.storage, self.directions, self.grace_s = storage, directions, grace_s
         self.worker = f"{os.getpid()}:{_started(os.getpid())}:{secrets.token_hex(4)}"
         with quiet():
             self.study = optuna.create_study(
@@ -123,74 +121,65 @@ class Shared:
             raise UserError(
                 f"the study was searched with another {', '.join(differs)}", "choose another storage= or out="
             )
-        self._heart = _Heart(storage) if isinstance(storage, RDBStorage) else None
+        self._seen: dict[str, tuple[Any, float]] = {}  # pulse of each worker, and since when it has stood there
+        self._stop = threading.Event()
+        self._pulses = not isinstance(storage, JournalStorage)
+        if self._pulses:
+            threading.Thread(target=self._beat, daemon=True).start()
 
     def trials(self) -> list[FrozenTrial]:
         """All trials so far, by number, not to be changed."""
         return self.study.get_trials(deepcopy=False)
 
-    def queue(self, points: Sequence[dict[str, Any]]) -> None:
-        """Line up given points once, whoever comes first; those that two workers line up at once count once."""
-        if self.study.user_attrs.get("queued", 0) >= len(points):
-            return
-        known = {root_of(trial) for trial in self.trials()}
-        for i, point in enumerate(points):
-            if f"given-{i}" not in known:
-                self.study.enqueue_trial(point, user_attrs={ROOT: f"given-{i}"})
-        self.study.set_user_attr("queued", len(points))
+    def take(self, trial: FrozenTrial, root: str | None) -> tuple[int, int]:
+        """Make a trial of this worker's own from another's parameters; (its id, its number)."""
+        made = optuna.trial.create_trial(
+            state=TrialState.RUNNING,
+            params=trial.params,
+            distributions=trial.distributions,
+            user_attrs={WORKER: self.worker, **({} if root is None else {ROOT: root})},
+            system_attrs=trial.system_attrs,
+        )
+        trial_id = self.storage.create_new_trial(self.study._study_id, made)
+        return trial_id, self.storage.get_trial_number_from_id(trial_id)
 
-    def ask(self) -> optuna.Trial:
-        """A trial of this worker's own, from the queue if there is one."""
-        while True:
-            with quiet():
-                trial = self.study.ask()
-            if self._heart is not None:
-                self._heart.add(trial._trial_id)
-            with suppress(UpdateFinishedTrialError):  # given up on before it had a name
-                trial.set_user_attr(WORKER, self.worker)
-                return trial
-
-    def tell(self, trial: optuna.Trial, values: list[float] | None, attributes: dict[str, Any]) -> None:
+    def finish(self, trial_id: int, values: list[float] | None, attributes: dict[str, Any]) -> None:
         """Finish a trial; None for one that failed. One that others gave up on in the meantime is left to them."""
-        try:
+        with suppress(UpdateFinishedTrialError):
             for name, value in attributes.items():
-                trial.set_user_attr(name, value)
-            state = TrialState.FAIL if values is None else None
-            self.study.tell(trial, values, state=state, skip_if_finished=True)
-        except UpdateFinishedTrialError:
-            pass
-        finally:
-            if self._heart is not None:
-                self._heart.remove(trial._trial_id)
+                self.storage.set_trial_user_attr(trial_id, name, value)
+            self.storage.set_trial_state_values(
+                trial_id, TrialState.FAIL if values is None else TrialState.COMPLETE, values
+            )
 
     def recover(self) -> None:
-        """Fail trials whose worker is gone and line up others in their place."""
-        trials = self.trials()
-        for trial in trials:
-            if trial.state == TrialState.RUNNING and self._is_stale(trial):
-                self._fail(trial)
-        if isinstance(self.storage, RDBStorage):
-            with quiet():
-                optuna.storages.fail_stale_trials(self.study)
-        for trial in lost(self.trials()):
-            point = {**trial.system_attrs.get("fixed_params", {}), **trial.params}
-            self.study.enqueue_trial(point, user_attrs={ROOT: root_of(trial)})
+        """Fail trials whose worker is gone."""
+        for trial in self.trials():
+            if trial.state == TrialState.RUNNING and self._is_gone(trial.user_attrs[WORKER]):
+                with suppress(UpdateFinishedTrialError):  # another worker was faster
+                    self.storage.set_trial_state_values(trial._trial_id, TrialState.FAIL)
 
-    def _is_stale(self, trial: FrozenTrial) -> bool:
-        worker = trial.user_attrs.get(WORKER)
-        if worker is None:
-            started = trial.datetime_start
-            return started is not None and (datetime.datetime.now() - started).total_seconds() > self.grace_s
-        return self._heart is None and worker != self.worker and not is_alive(worker)
+    def _is_gone(self, worker: str) -> bool:
+        if worker == self.worker:
+            return False
+        if not self._pulses:
+            return not is_alive(worker)
+        pulse, now = self.study.user_attrs.get(f"pulse {worker}"), time.monotonic()
+        known, since = self._seen.setdefault(worker, (pulse, now))
+        if known != pulse:
+            self._seen[worker] = pulse, now
+            return False
+        return now - since > self.grace_s
 
-    def _fail(self, trial: FrozenTrial) -> None:
-        with suppress(UpdateFinishedTrialError):  # another worker was faster
-            self.storage.set_trial_state_values(trial._trial_id, TrialState.FAIL)
+    def _beat(self) -> None:
+        beats = 0
+        while not self._stop.wait(PULSE_S if beats else 0.0):
+            beats += 1
+            self.study.set_user_attr(f"pulse {self.worker}", beats)
 
     def close(self) -> None:
-        """Stop this worker's heartbeat."""
-        if self._heart is not None:
-            self._heart.stop()
+        """Stop this worker's pulse."""
+        self._stop.set()
 
 
 def root_of(trial: FrozenTrial) -> str:
@@ -258,31 +247,3 @@ def _started(pid: int) -> str:
     except OSError:
         return ""
     return "z" if fields[0] == "Z" else fields[19]
-
-
-class _Heart:
-    """Beats for every trial under way, from a thread of its own, until it is stopped."""
-
-    def __init__(self, storage: RDBStorage) -> None:
-        self._storage, self._trials, self._stop = storage, set[int](), threading.Event()
-        self._lock = threading.Lock()
-        threading.Thread(target=self._beat, daemon=True).start()
-
-    def add(self, trial_id: int) -> None:
-        self._storage.record_heartbeat(trial_id)
-        with self._lock:
-            self._trials.add(trial_id)
-
-    def remove(self, trial_id: int) -> None:
-        with self._lock:
-            self._trials.discard(trial_id)
-
-    def stop(self) -> None:
-        self._stop.set()
-
-    def _beat(self) -> None:
-        while not self._stop.wait(HEARTBEAT_S):
-            with self._lock:
-                trials = list(self._trials)
-            for trial_id in trials:
-                self._storage.record_heartbeat(trial_id)

@@ -29,7 +29,7 @@ def evaluate(policies, batch):
 
 
 def shared_at(path):
-    return Shared(open_storage(str(path)), Goal().directions, {"seed": 0}, grace_s=0.5)
+    return Shared(open_storage(str(path)), Goal().directions, {"seed": 0})
 
 
 @pytest.fixture(scope="module")

@@ -32,7 +32,13 @@ def files(tmp_path_factory):
 
 
 def tune(files, tmp_path, trace="easy", **settings):
-    given = {"trace": str(files / trace), "costs": str(files / "costs"), "out": str(tmp_path / "out"), "trials": 120}
+    given = {
+        "trace": str(files / trace),
+        "costs": str(files / "costs"),
+        "out": str(tmp_path / "out"),
+        "trials": 120,
+        "bootstrap": 100,
+    }
     return run({**given, **settings}), tmp_path / "out"
 
 
@@ -70,7 +76,7 @@ def test_a_hard_trace_ends_in_plain_decoding_with_the_crossover(files, tmp_path)
 def test_the_same_seed_gives_the_same_study(files, tmp_path):
     tried = []
     for i, seed in enumerate((3, 3, 4)):
-        _, out = tune(files, tmp_path / str(i), seed=seed)
+        _, out = tune(files, tmp_path / str(i), seed=seed, trials=60)
         tried.append([row["policy_digest"] for row in json.loads((out / "study.json").read_text())["tried"]])
     assert tried[0] == tried[1] != tried[2]
 
