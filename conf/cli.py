@@ -155,8 +155,20 @@ def task(verb: str) -> Callable[[DictConfig], Any]:
             if error.filename is None:
                 raise
             fail(f"cannot use {error.filename}: {error.strerror}; check the path and its permissions")
+        except (RuntimeError, MemoryError) as error:
+            if not out_of_memory(error):
+                raise
+            cause = (str(error).splitlines() or [type(error).__name__])[0][:160]
+            fail(f"out of memory: {cause}; lower the batch or the context, then start again")
 
     return run
+
+
+def out_of_memory(error: Exception) -> bool:
+    """Did a device or this machine run out of memory? torch says so by class or in words, libraries in theirs."""
+    words = ("out of memory", "can't allocate memory", "ALLOC_FAILED")
+    named = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+    return named or any(word in str(error) for word in words)
 
 
 def check_arguments(verb: str, arguments: list[str]) -> None:

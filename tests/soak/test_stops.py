@@ -9,6 +9,7 @@ import signal
 import sys
 
 import pytest
+import torch
 
 from specdial.conf import cli
 from specdial.engine.trace.reader import read_trace
@@ -112,29 +113,47 @@ def test_two_runs_on_one_directory(world, same, in_child, monkeypatch):
     same("record", out)
 
 
-def test_ctrl_c_exits_with_130_and_the_next_call_goes_on(tiny_checkpoint, tmp_path, monkeypatch, capsys, one_thread):
-    """A real SIGINT at the moment before a file gets its name."""
+STOPS = {
+    "ctrl-c": (lambda: signal.raise_signal(signal.SIGINT), 130, "interrupted; finished parts are on disk"),
+    "no memory here": (lambda: torch.empty(1 << 50), 2, "specdial: out of memory: [enforce fail at alloc_cpu"),
+    "no memory on the device": (
+        lambda: (_ for _ in ()).throw(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate\n2 GiB")),
+        2,
+        "specdial: out of memory: CUDA out of memory. Tried to allocate; lower the batch or the context, then start",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", STOPS)
+def test_what_was_finished_stays_and_the_next_call_goes_on(
+    name, tiny_checkpoint, tmp_path, monkeypatch, capsys, one_thread
+):
+    """Stopped at the moment before a file of the second document gets its name, the signal a real one."""
+    stop, code, said = STOPS[name]
     (tmp_path / "text.txt").write_text("\n\n".join(f"Paragraph {i}, on {i * i} things." for i in range(300)))
     shape = ["hardware=cpu", "workload=file", "workload.documents=2", "workload.new_tokens=8", "context=64"]
     place = [f"model={tiny_checkpoint('llama')}", f"workload.path={tmp_path / 'text.txt'}", "policy=plain"]
 
     def record(out):
         monkeypatch.setattr(sys, "argv", ["specdial", "record", *shape, *place, f"out={tmp_path / out}"])
+        monkeypatch.setenv("HYDRA_FULL_ERROR", "1")  # so that what the command sets is taken back
         try:
             cli.main()
-        except SystemExit as stop:
-            return stop.code
+        except SystemExit as end:
+            return end.code
         return 0
 
     rename = os.replace
+
+    def stopping(old, new):
+        if "drafts-00001" in str(new):
+            stop()
+        rename(old, new)
+
     with monkeypatch.context() as patch:
-        patch.setattr(os, "replace", lambda old, new: ("drafts-00001" in str(new) and stop()) or rename(old, new))
-
-        def stop():
-            signal.raise_signal(signal.SIGINT)
-
-        assert record("stopped") == 130
-    assert capsys.readouterr().err.splitlines()[-1] == "interrupted; finished parts are on disk"
+        patch.setattr(os, "replace", stopping)
+        assert record("stopped") == code
+    assert capsys.readouterr().err.splitlines()[-1].startswith(said)
     assert set(read_trace(tmp_path / "stopped").rounds["doc"].to_pylist()) == {0}
     assert record("stopped") == record("whole") == 0
     assert read_trace(tmp_path / "stopped").outputs.equals(read_trace(tmp_path / "whole").outputs)
