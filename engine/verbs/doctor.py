@@ -24,7 +24,7 @@ from specdial.engine.free_memory import free_bytes
 from specdial.engine.job import hardware
 from specdial.engine.self_test import backend_of, run_kernels
 from specdial.engine.weights import resolve
-from specdial.engine.weights.wheel import cache_dir
+from specdial.engine.weights.wheel import WHEELS, cache_dir
 from specdial.policies.artifact import provenance, write_json_atomic
 from specdial.policies.console import table_console
 from specdial.policies.fields import parse, setting, to_plain
@@ -69,6 +69,7 @@ def run(settings: Mapping[str, Any]) -> dict[str, Any]:
         _gpu(Path("/")),
         _memory(device, free),
         *_disk(Path(s.disk), s.needed_disk_bytes),
+        *_models(cache_dir()),
         _bandwidth(device, free),
         *_kernels(device, dtype),
     ]
@@ -149,6 +150,17 @@ def _disk(runs: Path, needed: int) -> list[Check]:
         free = shutil.disk_usage(place).free
         text = f"{free / 2**30:.1f} GiB free in {folder}"
         checks.append(Check(part, text) if free >= needed else Check(part, text, "fail", remedy))
+    return checks
+
+
+def _models(cache: Path) -> list[Check]:
+    """Models that are fetched when first used: whether they have been."""
+    checks = []
+    for name, wheel in WHEELS.items():
+        there = any(cache.glob(f"{name}-{wheel.sha256[:12]}*"))
+        found = "in the cache" if there else "not fetched yet"
+        remedy = "" if there else "have a network and pip when it is first used, or give model=FILE.gguf"
+        checks.append(Check(f"model {name}", found, "ok" if there else "note", remedy))
     return checks
 
 

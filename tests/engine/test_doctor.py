@@ -89,6 +89,13 @@ def test_packages_missing_old_and_optional():
     }
 
 
+def test_models_that_are_yet_to_be_fetched(tmp_path):
+    (name, wheel), *_ = doctor.WHEELS.items()
+    assert doctor._models(tmp_path / "nowhere")[0].state == "note"
+    (tmp_path / f"{name}-{wheel.sha256[:12]}.gguf").touch()
+    assert doctor._models(tmp_path)[0] == doctor.Check(f"model {name}", "in the cache")
+
+
 def test_a_gpu_that_torch_cannot_use_is_not_overlooked(tmp_path):
     if torch.cuda.is_available():
         pytest.skip("torch has a GPU here")
