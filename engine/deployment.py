@@ -86,8 +86,14 @@ class Deployment:
     def _start(self, document: Document) -> Decoding:
         if self._held is None:
             longest = max(len(d.prompt_ids) + d.new_tokens for d in self.job.documents)
-            loaded = {"draft_models": self.job.draft_models, "heads": self.job.heads}
-            self._held = empty_sequences(self.job.model, longest, 1, [self.policy], **loaded)
+            self._held = empty_sequences(
+                self.job.model,
+                longest,
+                1,
+                [self.policy],
+                draft_models=self.job.draft_models,
+                heads=self.job.heads,
+            )
         self._held.prefill([document.prompt_ids], [document.new_tokens], self.job.stop_ids)
         return Decoding(self._held, self.policy, self.sampling, [document.index], synthetic=self.synthetic())
 
