@@ -13,6 +13,8 @@ from specdial.engine.trace.reader import read_trace
 from specdial.engine.verbs import record
 from specdial.policies.fields import to_plain
 from specdial.policies.schema import policy_from_mapping
+from specdial.simulator.lanes import read_record
+from specdial.simulator.loop import rounds
 from specdial.simulator.replay import replay, replay_rounds
 
 KV = {"budget": 40, "sink": 2, "recent": 8, "window": 8}
@@ -158,3 +160,39 @@ def test_a_recording_replays_to_its_own_rounds_and_time(source, tmp_path, batch,
             parts = (row["draft_us"], row["verify_us"], row["select_us"], row["host_us"])
             once[row["doc"] // batch, row["round"]] = sum(parts)
         assert outcome.us_per_token * outcome.tokens == pytest.approx(sum(once.values()), rel=1e-9)
+
+
+def test_a_lossy_recording_replays_to_its_own_rounds_time_and_schedule(source, tiny_checkpoint, tmp_path):
+    """In batches and two cells: partial rounds are counted as the engine counts them. Other selections are refused."""
+    verify_kv = {"mode": "partial", "budget": 24, "sink": 2, "recent": 8, "full_period": 3}
+    cell = {"from_context_tokens": 145, "overrides": {"verify_kv": {"full_period": 5}}}
+    policy = {"controller": {"kind": "fixed", "k": 3}, "draft_kv": KV, "verify_kv": verify_kv, "cells": [cell]}
+    model = {**source["model"], "source": str(tiny_checkpoint("llama", head_dim=64))}
+    record.run({**source, "model": model, "policy": policy, "batch": 2, "out": str(tmp_path / "t")})
+    read = read_record(read_trace(tmp_path / "t"))
+    one = policy_from_mapping(policy)
+    (outcome,) = replay(read, None, [one], batch=2, keep_rounds=True, bootstrap=0)
+    assert (outcome.level, outcome.lossless) == ("modelled", False)
+    table = read.trace.rounds.sort_by([("doc", "ascending"), ("round", "ascending")])
+    for name in COLUMNS:
+        assert getattr(outcome.round_log, name).tolist() == table[name].to_pylist(), name
+    spent = sum(table[name].to_numpy() for name in ("draft_us", "verify_us", "select_us", "host_us"))
+    doc, number = table["doc"].to_numpy(), table["round"].to_numpy()
+    batches = [dict(zip(number[mine], spent[mine])) for mine in (doc < 2, doc == 2)]  # members share a round's time
+    assert outcome.us_per_token * outcome.tokens == pytest.approx(sum(sum(batch.values()) for batch in batches))
+    assert outcome.breakdown["verify_partial"] > 0.0
+    rows = {(r["doc"], r["round"]): (r["mode"] == "partial", r["rounds_since_full"]) for r in table.to_pylist()}
+    counted = {}
+    for at, step in enumerate(rounds(read, read.documents, [one], [(0, 0)], batch=2)):
+        for place in np.flatnonzero(step.active):
+            seen = step.verified
+            counted[int(read.documents.doc[place]), at] = bool(seen.partial[place]), int(seen.since_full[place])
+    assert counted == rows
+    lossless = policy_from_mapping({k: v for k, v in policy.items() if k not in ("verify_kv", "cells")})
+    wider = policy_from_mapping({**policy, "verify_kv": {**verify_kv, "budget": 32}})
+    shorter = policy_from_mapping({**policy, "controller": {"kind": "fixed", "k": 2}})
+    found = replay(read, None, [lossless, wider, shorter], batch=2, bootstrap=0)
+    assert [o.level for o in found] == ["refused"] * 3
+    assert "another selection" in found[1].reason
+    assert "measured" in found[2].reason, "what a correction costs cannot be told from rounds"
+    assert replay_rounds(read, [shorter], batch=2)[0].k.max() == 2
