@@ -60,7 +60,8 @@ class Deployment:
             _tell(f"policy {self.policy.name} cannot be used: {error}; policy {before.name} stays")
             self._adopt(before)
             return self._start(document)
-        _tell(f"policy {self.policy.name} took over from {before.name} at {document.name}")
+        lossless = "lossless" if self.policy.lossless else "lossy"
+        _tell(f"policy {self.policy.name} ({lossless}) took over from {before.name} at {document.name}")
         return decoding
 
     def synthetic(self) -> tuple[float, ...]:

@@ -7,7 +7,7 @@ Leaves out what an exchange means for whoever decodes (engine.deployment).
 from pathlib import Path
 
 from specdial.policies.errors import UserError
-from specdial.policies.file import load_policy
+from specdial.policies.file import MAX_BYTES, load_policy
 from specdial.policies.schema import Policy
 
 
@@ -34,7 +34,10 @@ class WatchedPolicy:
 
     def _content(self) -> bytes | None:
         """A policy file is short: comparing it costs less than a round, and misses no change, unlike its time."""
+        if self.path is None:
+            return None
         try:
-            return None if self.path is None else self.path.read_bytes()
+            with self.path.open("rb") as file:
+                return file.read(MAX_BYTES + 1)
         except OSError:
             return None

@@ -65,7 +65,7 @@ def test_a_policy_file_is_exchanged_between_prompts_and_a_bad_one_is_told_of(ans
     assert [m["new_tokens"] for m in found["requests"]] == [8, 5, 8, 8]
     assert json.loads((tmp_path / "m.json").read_text())["policies"] == ["four", "rate"]
     told = [line for line in capsys.readouterr().err.splitlines() if line.startswith("specdial: ")]
-    assert told[0].endswith("policy rate took over from four at day.jsonl:2")
+    assert told[0].endswith("policy rate (lossless) took over from four at day.jsonl:2")
     assert "policy.yaml: policy schema is 'specdial/policy/9' at line 1" in told[1]
     assert told[1].endswith("policy rate stays")
     assert "policy lost cannot be used: no model file nowhere.gguf" in told[2]
