@@ -143,7 +143,9 @@ def task(verb: str) -> Callable[[DictConfig], Any]:
 
     def run(cfg: DictConfig) -> Any:
         try:
-            return import_module(module).run(prepare(plain_settings(cfg)))
+            settings = plain_settings(cfg)
+            wanted = settings.pop("returns", None)
+            return returned(import_module(module).run(prepare(settings)), wanted)
         except UserError as error:
             fail(str(error))
         # Caught here too, or Hydra adds a line of its own.
@@ -162,6 +164,27 @@ def task(verb: str) -> Callable[[DictConfig], Any]:
             fail(f"out of memory: {cause}; lower the batch or the context, then start again")
 
     return run
+
+
+def returned(result: Any, wanted: object) -> Any:
+    """What a sweeper gets: the whole result, or the numbers that +returns=NAME or +returns=[NAME, NAME] asks for.
+
+    A name is a path into the result, as in policies.0.measured.speedup. Raises UserError where it leads nowhere.
+    """
+    if wanted is None:
+        return result
+    if isinstance(wanted, list):
+        return tuple(returned(result, name) for name in wanted)
+    value = result
+    for part in str(wanted).split("."):
+        inside = value.keys() if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ()
+        known = [str(name) for name in inside]
+        if part not in known:
+            raise UserError(f"returns is {wanted!r}, which the result does not hold", f"use some of {', '.join(known)}")
+        value = value[part] if isinstance(value, dict) else value[int(part)]
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise UserError(f"returns is {wanted!r}, which is no number", "name a number of the result")
+    return float(value)
 
 
 def out_of_memory(error: Exception) -> bool:
