@@ -8,7 +8,8 @@ rows, and the next place is reached in full. In every round the policy's drafter
 
 Cost: an arm takes places x rounds x (k draft steps and one partial verification) a document; full verification takes
 as much once. Leaves out a batch, drafter eagle (whose hidden states come from rounds), and the recall of page_bound,
-which chooses inside the pass. A selection that a drafter keeps for several rounds is chosen anew at every place.
+which chooses inside the pass, and verify_kv.refresh=full. A selection that a drafter keeps for several rounds is chosen
+anew at every place.
 """
 
 from dataclasses import dataclass, field
@@ -69,6 +70,8 @@ def probe_arms(policy: Policy, probing: Probing) -> list[Policy]:
     if policy.k_max == 0 or any(v.drafter.kind == "eagle" for v in policy.variants()):
         raise UserError("probes=true takes a policy that drafts, and not by an EAGLE head", "record another policy")
     base = policy.verify_kv if policy.verify_kv.mode == "partial" else VerifyKV(mode="partial")
+    if base.refresh != "round":
+        raise UserError(f"probes=true and verify_kv.refresh={base.refresh}", "probe selections chosen in every round")
     heads = policy.scoring_heads or probing.scoring_heads
     arms = []
     for source in probing.sources:

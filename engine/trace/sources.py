@@ -25,6 +25,7 @@ def source_label(verify_kv: VerifyKV, heads: ScoringHeads) -> str:
     parts += [verify_kv.scope] if verify_kv.scope not in ("kv_head", "model") else []
     parts += ["model"] if verify_kv.scope == "model" and verify_kv.source == "history" and not heads.target else []
     parts += [f"page{verify_kv.page}"] if verify_kv.page > 1 else []
+    parts += ["kept"] if verify_kv.refresh == "full" else []
     return "-".join(parts)
 
 
