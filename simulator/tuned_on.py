@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from specdial.engine.trace.reader import Trace
+from specdial.engine.trace.schema import PARTIAL
 from specdial.policies.errors import UserError
 from specdial.policies.fields import parse, setting
 from specdial.policies.file import policy_digest
@@ -23,6 +24,7 @@ from specdial.simulator.replay import replay_rounds
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
 VERSION = 1
 MOST_DOCUMENTS = 64  # in a policy file
 CONTEXT_SLACK_FRAC = 0.1  # how far beyond the priced contexts a round still has a price
@@ -44,11 +46,12 @@ class DocumentCounts:
 
 @dataclass(frozen=True, slots=True)
 class RoundCost:
-    """What a round of k drafts takes at a context, all its parts together."""
+    """What a round of k drafts takes at a context, all its parts together; partial: one that verifies partially."""
 
     context_tokens: int = setting(low=1, high=MOST_KEYS)
     k: int = setting(low=0, high=64)
     round_us: float = setting(low=0.0)
+    partial: bool = setting(False, later=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,14 +64,14 @@ class TunedOn:
     batch: int = setting(1, low=1)
     split: str | None = None
 
-    def expected_us(self, context_tokens: Ints, k: Ints) -> Floats:
-        """[n] expected time of each round, NaN where nothing was said of its k or context."""
+    def expected_us(self, context_tokens: Ints, k: Ints, partial: Bools) -> Floats:
+        """[n] expected time of each round, NaN where nothing was said of its kind, k or context."""
         found = np.full(len(k), np.nan)
-        for drafts in {point.k for point in self.costs}:
-            points = sorted((p.context_tokens, p.round_us) for p in self.costs if p.k == drafts)
+        for kind, drafts in {(point.partial, point.k) for point in self.costs}:
+            points = sorted((p.context_tokens, p.round_us) for p in self.costs if (p.partial, p.k) == (kind, drafts))
             at, us = (np.array(column, np.float64) for column in zip(*points, strict=True))
             low, high = at[0] * (1.0 - CONTEXT_SLACK_FRAC), at[-1] * (1.0 + CONTEXT_SLACK_FRAC)
-            mine = (k == drafts) & (low <= context_tokens) & (context_tokens <= high)
+            mine = (k == drafts) & (partial == kind) & (low <= context_tokens) & (context_tokens <= high)
             found[mine] = np.interp(context_tokens[mine], at, us)
         return found
 
@@ -110,13 +113,14 @@ def count_documents(trace: Trace, k_max: int, expected: TunedOn, docs: Ints | No
     """Each document of a trace as its own rounds show it, in order of their numbers. docs: these alone."""
     names = ("doc", "context_tokens", "k", "accepted", "draft_us", "verify_us", "select_us", "host_us")
     columns = {name: trace.rounds[name].to_numpy() for name in names}
+    columns["partial"] = np.array(trace.rounds["mode"].to_pylist()) == PARTIAL
     if docs is not None:
         mine = np.isin(columns["doc"], docs)
         columns = {name: column[mine] for name, column in columns.items()}
     found = []
     for _, rows in _by_document(columns):
         took_us = rows["draft_us"] + rows["verify_us"] + rows["select_us"] + rows["host_us"]
-        wanted_us = expected.expected_us(rows["context_tokens"], rows["k"])
+        wanted_us = expected.expected_us(rows["context_tokens"], rows["k"], rows["partial"])
         priced = np.isfinite(wanted_us)
         took, wanted = float(took_us[priced].sum()), float(wanted_us[priced].sum())
         found.append(_counts(rows, k_max, float(np.log(took / wanted)) if took > 0.0 and wanted > 0.0 else 0.0))
@@ -136,9 +140,12 @@ def round_costs(record: Record, costs: CostModel, policy: Policy, batch: int = 1
     found = []
     for context in knots:
         variant = variants[policy.variant_index(context, batch)]
-        table = tabulate(costs, Setting.of(policy, variant, prompt, output), batch, np.array([float(context)]))
-        total_us = table.cost_us.sum(axis=0)[:, 0]  # [k + 1]
-        found += [RoundCost(context, k, float(us)) for k, us in enumerate(total_us) if not table.refused[k, 0]]
+        for partial in (False,) if variant.verify_kv.lossless else (False, True):
+            setting_ = Setting.of(policy, variant, prompt, output, partial=partial)
+            table = tabulate(costs, setting_, batch, np.array([float(context)]))
+            total_us = table.cost_us.sum(axis=0)[:, 0].tolist()  # [k + 1]
+            priced = [k for k in range(len(total_us)) if not table.refused[k, 0]]
+            found += [RoundCost(context, k, total_us[k], partial) for k in priced]
     return tuple(found)
 
 
