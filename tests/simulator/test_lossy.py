@@ -93,13 +93,18 @@ def power(budget, age, quantity):
     return min({"kl_nats": 3.0, "top1": 4.0, "arr": 2.0}[quantity] * age**0.5 / budget, 0.4)
 
 
+@pytest.fixture(scope="module")
+def record(trace):
+    """Probes of the power law, which accept what full verification accepts."""
+    return read_record(probed(trace, power))
+
+
 def partial(period, budget=64):
     return {"mode": "partial", "full_period": period, "budget": budget}
 
 
-def test_a_lossy_policy_costs_its_rounds_and_their_corrections(trace, lossy_costs, policy):
+def test_a_lossy_policy_costs_its_rounds_and_their_corrections(record, lossy_costs, policy):
     """Everything that is accepted in full is accepted: the rounds are those of the lossless twin, which is exact."""
-    record = read_record(probed(trace, power))
     twin = policy("fixed", controller={"k": 4})
     for period in (0, 1, 2, 5):
         one = policy("fixed", controller={"k": 4}, verify_kv=partial(period))
@@ -171,8 +176,7 @@ def test_what_the_data_do_not_bear_out_is_flat(trace):
     assert selection.curves["kl_nats"].error(64.0, np.array([1.0]))[0, 0] == pytest.approx(0.22, rel=0.1)
 
 
-def test_fidelity_is_the_mean_over_every_token_of_its_round(trace, lossy_costs, policy):
-    record = read_record(probed(trace, power))
+def test_fidelity_is_the_mean_over_every_token_of_its_round(record, lossy_costs, policy):
     one = policy("fixed", controller={"k": 4}, verify_kv=partial(3))
     (outcome,) = replay(record, lossy_costs, [one], keep_rounds=True, bootstrap=0)
     log = outcome.round_log
@@ -204,15 +208,13 @@ def test_fidelity_is_the_mean_over_every_token_of_its_round(trace, lossy_costs, 
         ({**partial(4), "scope": "layer"}, "was not probed (probed: history)"),
     ],
 )
-def test_what_was_not_probed_is_refused(trace, lossy_costs, policy, verify_kv, says):
-    record = read_record(probed(trace, power))
+def test_what_was_not_probed_is_refused(record, lossy_costs, policy, verify_kv, says):
     (outcome,) = replay(record, lossy_costs, [policy("fixed", controller={"k": 4}, verify_kv=verify_kv)])
     assert outcome.level == "refused"
     assert says in outcome.reason
 
 
-def test_a_source_that_was_not_timed_is_refused(trace, costs, policy):
-    record = read_record(probed(trace, power))
+def test_a_source_that_was_not_timed_is_refused(record, costs, policy):
     (outcome,) = replay(record, costs, [policy("fixed", controller={"k": 4}, verify_kv=partial(4))])
     assert (outcome.level, outcome.lossless) == ("refused", False)
     assert "no measurement of" in outcome.reason
