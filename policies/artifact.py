@@ -75,19 +75,25 @@ def claim_directory(out: Path, verb: str, config: dict[str, Any], *, shared: boo
     if marker.exists():
         found = _read_marker(marker)
         if found.get("verb") == verb and found.get("config_digest") == digest:
-            for left in out.rglob(f".*{TEMPORARY}") if alone else ():
-                left.unlink()
+            _tidy(out, alone)
             return True
         raise UserError(
             f"{out} holds another run ({found.get('verb')})", "choose another out= or delete that directory"
         )
     if out.is_file() or (out.is_dir() and any(path.suffix != TEMPORARY for path in out.iterdir())):
         raise UserError(f"{out} exists and is not a run of specdial", "choose another out=")
+    _tidy(out, alone)
     write_json_atomic(
         marker,
         {"schema": RUN_SCHEMA, "verb": verb, "config_digest": digest, "config": config, "provenance": provenance()},
     )
     return False
+
+
+def _tidy(out: Path, alone: bool) -> None:
+    """Remove what killed runs left half-written, unless another one may be writing it."""
+    for left in out.rglob(f".*{TEMPORARY}") if alone else ():
+        left.unlink()
 
 
 def _lock(out: Path, shared: bool) -> bool:

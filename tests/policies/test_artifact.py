@@ -119,6 +119,7 @@ def test_foreign_files_are_refused(tmp_path):
 def test_a_run_killed_before_its_marker_was_in_place_can_be_claimed(tmp_path):
     (tmp_path / ".run.json.12ab.tmp").write_text("{")
     assert claim_directory(tmp_path, "tune", CONFIG) is False
+    assert everything(tmp_path) == ["run.json"]
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[1]", b"\xff\xfe", b"3"])
