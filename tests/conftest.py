@@ -248,6 +248,44 @@ def pytest_configure(config) -> None:
         return patch(fn)
 
     interpreter._patch_lang = patch_once
+    _check_addresses(interpreter)
+
+
+def _check_addresses(interpreter) -> None:
+    """In the interpreter a kernel fails at its first access outside the tensors it was given; on a GPU it might not."""
+    extents = []  # [begin, end) of every storage of the launch
+    Executor, Builder = interpreter.GridExecutor, interpreter.InterpreterBuilder
+    on_host, load, store = Executor._init_args_hst, Builder.create_masked_load, Builder.create_masked_store
+
+    def noting(self, args, kwargs):
+        found = on_host(self, args, kwargs)
+        extents.clear()
+        for arg in (*found[0], *found[1].values()):
+            tensor = getattr(arg, "base", arg)
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                extents.append((storage.data_ptr(), storage.data_ptr() + storage.nbytes()))
+        return found
+
+    def check(pointers, mask) -> None:
+        size = pointers.get_element_ty().primitive_bitwidth // 8 or 1
+        address = pointers.data[np.broadcast_to(mask.data, pointers.data.shape)].astype(np.uint64)
+        outside = np.ones(address.shape, dtype=bool)
+        for begin, end in extents:
+            outside &= (address < begin) | (address + np.uint64(size) > end)
+        if outside.any():
+            raise IndexError(f"{outside.sum()} of {outside.size} addresses lie in no tensor of the launch")
+
+    def checked_load(self, ptrs, mask, *rest, **more):
+        check(ptrs, mask)
+        return load(self, ptrs, mask, *rest, **more)
+
+    def checked_store(self, ptrs, value, mask, *rest, **more):
+        check(ptrs, mask)
+        return store(self, ptrs, value, mask, *rest, **more)
+
+    Executor._init_args_hst = noting
+    Builder.create_masked_load, Builder.create_masked_store = checked_load, checked_store
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 The keys of a row form one virtual list: the selection's counts[b] entries, then the tail. Slot j of it is visible to
 query row t exactly when j < selected + lengths - tail_start + t + 1, so that the causal tail costs one comparison.
+With TREE row t sees of the last T slots those that ancestors [B, T, T] says.
 The next tile's indices are loaded one tile ahead: a load of indices that feeds the same tile's keys would leave K and V
 unpipelined, and so would anything but an address that depends on them. When the list is split, a program leaves its
 partial result and the last of a head's programs to arrive merges them: no second launch.
@@ -48,11 +49,12 @@ def _rotated(rows, d, cos, sin, D: tl.constexpr):
 
 @triton.jit
 def _sparse_attention(
-    q, k, v, indices, counts, tail_start, lengths, out, partials, arrivals, cos, sin,
+    q, k, v, indices, counts, tail_start, lengths, out, partials, arrivals, cos, sin, ancestors,
     stride_qb, stride_qt, stride_qh, stride_kb, stride_kh, stride_ks, stride_ib, stride_ih, stride_cb, stride_ch,
     stride_angle, scale, Hk, S, P, T: tl.constexpr, G: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, ROW_BLOCKS: tl.constexpr, STAGES: tl.constexpr,
-    PRECISION: tl.constexpr, FRESH: tl.constexpr, EARLY: tl.constexpr, ROTATE: tl.constexpr, PDL: tl.constexpr,
+    PRECISION: tl.constexpr, FRESH: tl.constexpr, EARLY: tl.constexpr, ROTATE: tl.constexpr, TREE: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL and FRESH:
         await_previous()
@@ -96,9 +98,10 @@ def _sparse_attention(
     row = row_block * BLOCK_M + tl.arange(0, BLOCK_M)  # row t*G+g
     row_used = row < T * G
     head = h * G + row % G
-    if ROTATE:
-        head = tl.where(row_used, head, 0)  # rows past the group read a head that is there
-    q_rows = q + b * stride_qb + (row // G) * stride_qt + head * stride_qh
+    t = row // G
+    if ROTATE:  # rows past the group read the token's first head, which is there
+        head, t = tl.where(row_used, head, 0), tl.zeros_like(t)
+    q_rows = q + b * stride_qb + t * stride_qt + head * stride_qh
     if ROTATE:
         queries = _rotated(q_rows[:, None], d, turn_cos, turn_sin, D)
     else:
@@ -130,7 +133,13 @@ def _sparse_attention(
         keys = tl.load(k + rows, mask=written, other=0.0)  # [N, D]
         values = tl.load(v + rows, mask=written, other=0.0)
         logits = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * scale
-        logits = tl.where(slot[None, :] < limit[:, None], logits, float("-inf"))  # [M, N]
+        if TREE:
+            in_block = slot - (total - T)  # [N]
+            asked = row_used[:, None] & ((in_block >= 0) & (in_block < T))[None, :]
+            seen = tl.load(ancestors + b * T * T + (row // G * T)[:, None] + in_block[None, :], mask=asked, other=0)
+            logits = tl.where((in_block < 0)[None, :] | (seen != 0), logits, float("-inf"))  # [M, N]
+        else:
+            logits = tl.where(slot[None, :] < limit[:, None], logits, float("-inf"))  # [M, N]
         new_maximum = tl.maximum(maximum, tl.max(logits, axis=1))
         shift = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)  # no key seen yet: keep -inf - -inf out
         weights = tl.exp2(logits - shift[:, None])
@@ -191,6 +200,7 @@ def sparse_attention_triton(
     fresh: bool = False,
     angles: tuple[torch.Tensor, torch.Tensor] | None = None,
     config: SparseConfig | None = None,
+    ancestors: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See `sparse_attention`. `config` overrides the launch shape, for sweeps.
 
@@ -201,7 +211,7 @@ def sparse_attention_triton(
     if angles is not None:
         H -= 2 * Hk
     G = H // Hk
-    config = config or plan(B * Hk, T * G, indices.shape[2] * page + T, q.dtype)
+    config = config or plan(B * Hk, T * G, indices.shape[2] * page + T, q.dtype, tree=ancestors is not None)
     row_blocks = triton.cdiv(T * G, config.block_m)
     if config.splits == 1:
         partials = arrivals = lengths  # never touched
@@ -219,19 +229,21 @@ def sparse_attention_triton(
     cos, sin = (q, q) if angles is None else angles
     _sparse_attention[(B * Hk * config.splits, row_blocks)](
         q, k_cache, v_cache, indices, counts, tail_start, lengths, out, partials, arrivals, cos, sin,
+        lengths if ancestors is None else ancestors.view(torch.uint8),
         *q.stride()[:3], *k_cache.stride()[:3], *indices.stride()[:2], *count_stride, cos.stride(0),
         D**-0.5 * LOG2_E, Hk, k_cache.shape[2], cos.shape[0], T=T, G=G, D=D, PAGE=page, BLOCK_M=config.block_m,
         BLOCK_N=config.block_n, SPLITS=config.splits, ROW_BLOCKS=row_blocks, STAGES=config.stages,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32", FRESH=fresh, EARLY=config.early_tiles,
-        ROTATE=angles is not None, num_warps=config.warps, **launch_options(q.device),
+        ROTATE=angles is not None, TREE=ancestors is not None, num_warps=config.warps, **launch_options(q.device),
     )  # fmt: skip
     return out
 
 
-def plan(pairs: int, rows: int, keys: int, dtype: torch.dtype) -> SparseConfig:
+def plan(pairs: int, rows: int, keys: int, dtype: torch.dtype, *, tree: bool = False) -> SparseConfig:
     """Launch shape for `pairs` (sequence, kv head) pairs, `rows` packed query rows and about `keys` keys each.
 
     The tile sizes are the fastest of a sweep on an H200; a head is split only as far as one wave of programs goes.
+    tree: with ancestors, whose mask would spill many rows' registers with 4 warps; the workspace is the same.
     """
     if dtype == torch.float32:  # for checking, not for speed: larger tiles or a merge would spill
         return SparseConfig(block_m=16, block_n=32, splits=1, warps=4, stages=2)
@@ -240,7 +252,8 @@ def plan(pairs: int, rows: int, keys: int, dtype: torch.dtype) -> SparseConfig:
     block_n, stages = (64 if block_m > 16 or 2 <= room <= 4 else 128), 3  # 20 us a draft step of 28 layers at 32 pairs
     tiles = triton.cdiv(keys, block_n)
     tiles_each = triton.cdiv(tiles, min(room, tiles, MAX_SPLITS))
-    return SparseConfig(block_m, block_n, splits=triton.cdiv(tiles, tiles_each), warps=4, stages=stages)
+    warps = 8 if tree and block_m > 16 else 4
+    return SparseConfig(block_m, block_n, splits=triton.cdiv(tiles, tiles_each), warps=warps, stages=stages)
 
 
 def sizes(pairs: int, rows: int, head_dim: int, config: SparseConfig) -> tuple[int, int]:
