@@ -100,6 +100,17 @@ def test_pickles_and_yaml_run_nothing(tmp_path, monkeypatch):
     assert sorted(path.name for path in tmp_path.iterdir()) == before
 
 
+@pytest.mark.parametrize("name", ["a\nb", "a\r\nb", "\x1b[2Jb", "a\u2028b", "a\x00b"])
+def test_names_inside_a_file_reach_no_message_as_they_are(tmp_path, name):
+    """Of a tensor with too many dimensions, whatever a terminal would make of it."""
+    raw = name.encode()
+    tensor = struct.pack("<IQQ", 3, 1, 0) + struct.pack("<Q", len(raw)) + raw + struct.pack("<I", 9) + bytes(64)
+    (tmp_path / "x.gguf").write_bytes(b"GGUF" + tensor)
+    with pytest.raises(UserError, match="has 9 dimensions") as caught:
+        GgufFile(tmp_path / "x.gguf")
+    assert str(caught.value).isprintable()
+
+
 @pytest.mark.parametrize("sizes", [(2**60, 0), (0, 2**60), (2**40, 2**40), (2**63, 1)])
 def test_declared_sizes_allocate_nothing(tmp_path, sizes):
     """Of tensors and keys in a GGUF header, of one tensor's shape, of an array."""
