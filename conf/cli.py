@@ -68,6 +68,7 @@ VERBS: dict[str, tuple[str, Callable[[Settings], Settings], str]] = {
     "train_eagle": ("specdial.engine.verbs.train_eagle", _model, "train an EAGLE-3 head that drafts for a model"),
     "replay": ("specdial.simulator.verbs.replay", _trace_and_policies, "simulate policies on a trace"),
     "tune": ("specdial.simulator.verbs.tune", _as_is, "search policies on a trace"),
+    "refine": ("specdial.conf.refine", _model, "tune, measure the finalists, correct the costs, again"),
     "tune_heads": ("specdial.simulator.verbs.tune_heads", _as_is, "choose scoring heads on recorded attention"),
     "run": ("specdial.engine.verbs.run", _model_and_policy_file, "decode prompts with a policy"),
     "validate": (

@@ -24,7 +24,10 @@ SCHEMA = "specdial/study/1"
 
 @dataclass(frozen=True, slots=True)
 class Tuned:
-    """All of a finished run. surface_outcome: of a surface that pays, on the selection split. test: by name."""
+    """All of a finished run. surface_outcome: of a surface that pays, on the selection split. test: by name.
+
+    refused: policies without a prediction, for the engine to measure.
+    """
 
     settings: dict[str, Any]
     record: Record
@@ -35,6 +38,7 @@ class Tuned:
     surface: Surface | None
     surface_outcome: Outcome | None
     test: dict[str, Outcome]
+    refused: list[Policy]
     select_split: str
     check: AcceptanceCheck
 
@@ -74,6 +78,8 @@ def write_tuned(out: Path, tuned: Tuned) -> dict[str, Any]:
         expected = _expected(tuned, outcome, digest)
         policy = replace(outcome.policy, name=_file_name(name, outcome.policy), expected=expected, provenance=stamp)
         save_policy(policy, out / "policies" / f"{name}.yaml")
+    for i, policy in enumerate(tuned.refused, start=1):
+        save_policy(policy, out / "refused" / f"refused-{i:02d}.yaml")
     write_json_atomic(out / "study.json", _study(tuned, sorted(named), digest))
     return _expected(tuned, choice.best, digest)
 

@@ -7,7 +7,7 @@ as many machines, as share `storage`. A command that was killed goes on when it 
 import hashlib
 import multiprocessing
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from specdial.policies.schema import Policy
 from specdial.simulator.axes import Search
 from specdial.simulator.check import check_acceptance
 from specdial.simulator.choice import Choice, candidates, choose, plain_policy
+from specdial.simulator.corrections import corrected, read_corrections
 from specdial.simulator.costs import CostModel
 from specdial.simulator.lanes import Record, read_record
 from specdial.simulator.load import caveats, load_costs, marked, trace_digest
@@ -48,7 +49,9 @@ class Settings:
     costs: a cost table, None for the trace's own rounds. batch: at which the best policy is chosen. objectives, and
     bounds on any metric in constraints: see simulator.objectives. stall: generations without growth of the front's
     hypervolume after which to stop, 0 for none. bootstrap: resamples of intervals. storage: of the study, None for a
-    journal in `out`, else another journal file or a database URL. workers: processes of this command.
+    journal in `out`, else another journal file or a database URL. workers: processes of this command. corrections:
+    directories of `validate`, whose measurements correct the costs one after another. keep_refused: so many refused
+    policies are written too, for the engine to measure.
     """
 
     trace: str
@@ -64,6 +67,8 @@ class Settings:
     bootstrap: int = setting(1000, low=1, high=100_000)
     storage: str | None = None
     workers: int = setting(1, low=1, high=256)
+    corrections: tuple[str, ...] = ()
+    keep_refused: int = setting(0, low=0, high=1000)
     search: Search = field(default_factory=Search)
     surface: SurfaceSettings = field(default_factory=SurfaceSettings)
 
@@ -110,6 +115,7 @@ def run(settings: dict[str, Any]) -> dict[str, Any]:
         surface=surface,
         surface_outcome=_one(job, surface.policy, job.select_split) if surface is not None and surface.pays else None,
         test=_test(job, choice, surface),
+        refused=_refused(job, found),
         select_split=job.select_split,
         check=check_acceptance(job.record, "train", job.select_split, s.seed),
     )
@@ -136,6 +142,8 @@ def _prepare(s: Settings) -> _Run:
     goal = Goal.of(s.objectives, s.constraints)
     record = read_record(read_trace(s.trace))
     costs = load_costs(s.costs, record.trace)
+    for folder in s.corrections:
+        costs = corrected(costs, read_corrections(folder))
     splits = set(record.documents.split.tolist())
     select = "validation" if "validation" in splits else "train"
     batch = s.search.batches[0] if s.search.batches else s.batch
@@ -227,6 +235,18 @@ def _spread(values: list[int], most: int) -> list[int]:
     if len(values) <= most:
         return values
     return [values[round(i * (len(values) - 1) / (most - 1))] for i in range(most)]
+
+
+def _refused(job: _Run, found: Found) -> list[Policy]:
+    """The first so many distinct policies that replay refuses, and that are no contradiction."""
+    kept: dict[str, Policy] = {}
+    for tried in found.tried:
+        if len(kept) == job.settings.keep_refused:
+            break
+        if tried.level == "refused":
+            with suppress(UserError):
+                kept[tried.digest] = job.space.policy(tried.point)
+    return list(kept.values())
 
 
 def _one(job: _Run, policy: Policy, split: str) -> Outcome:

@@ -97,6 +97,7 @@ MISSING = {
     "replay": ["trace=t"],
     "tune": ["trace=t", "out=o"],
     "tune_heads": ["trace=t", "out=o"],
+    "refine": ["trace=t", "costs=c", "out=o"],
     "train_eagle": ["out=o"],
     "run": ["prompt=p"],
     "validate": ["out=o"],

@@ -72,7 +72,7 @@ def test_a_verbs_own_defaults_of_a_group_are_shown(cli):
 
 
 COMPLETIONS = {
-    "specdial re": ["record", "replay", "report"],
+    "specdial re": ["record", "replay", "refine", "report"],
     "specdial record mo": ["model=", "model.name=", "model.source="],
     "specdial record workload.doc": ["workload.documents="],
     "specdial record model=sm": ["smollm2-135m"],

@@ -1,0 +1,182 @@
+"""specdial refine: the verbs `tune` and `validate` in turn, until replay ranks the finalists as the engine does.
+
+Every round measures the best few policies on documents they were not tuned on, fits corrections of the costs to that,
+and tunes again with them. It ends when no two finalists are in another order than predicted, but for what repeats
+differ by; after so many rounds; or when the next would take more engine time than is left.
+"""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from specdial.engine.verbs import validate
+from specdial.policies.artifact import claim_directory, provenance, write_json_atomic
+from specdial.policies.console import table_console
+from specdial.policies.errors import UserError
+from specdial.policies.fields import parse, setting, to_plain
+from specdial.policies.file import load_policy, policy_digest, save_policy
+from specdial.policies.schema import Policy, plain_policy
+from specdial.simulator.verbs import tune
+
+SCHEMA = "specdial/refine/1"
+LEAST_SPREAD = 0.01  # measured speedups closer than this are equal, however well repeats agree
+FIRST = ("best", "best_lossless", "surface", "best_fixed")  # files of `tune` measured before others
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Settings of `refine`. tune: further settings of that verb. engine_s: seconds that measuring may take in all."""
+
+    model: dict[str, Any]
+    workload: dict[str, Any]
+    search: dict[str, Any]
+    trace: str
+    costs: str
+    out: str
+    finalists: int = setting(6, low=2, high=100)
+    rounds: int = setting(3, low=1, high=100)
+    engine_s: float = setting(1800.0, low=0.0)
+    engine_trials: int = setting(0, low=0, high=100)
+    split: str = "validation"
+    batch: int = setting(1, low=1)
+    repeats: int = setting(2, low=1, high=100)
+    tune: dict[str, Any] = field(default_factory=dict)
+
+
+def run(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Refine into `out`: policy.yaml, refine.json and a directory a round. Returns refine.json's content."""
+    s = parse(Settings, settings)
+    out = Path(s.out)
+    claim_directory(out, "refine", to_plain(s))
+    rounds: list[dict[str, Any]] = []
+    corrections: list[str] = []
+    measured: dict[str, Policy] = {}
+    spent_s = last_s = 0.0
+    ended = "rounds"
+    for number in range(1, s.rounds + 1):
+        if spent_s + last_s > s.engine_s:
+            ended = "engine time"
+            break
+        here = out / f"round-{number}"
+        print(f"\nround {number}: tune", flush=True)
+        tuned = tune.run(_tune_settings(s, here, corrections))
+        finalists, left_out = _finalists(here / "tune" / "policies", s.finalists)
+        finalists += _files(here / "tune" / "refused")
+        print(f"\nround {number}: measure {len(finalists)} policies", flush=True)
+        started_s = time.monotonic()
+        rows = validate.run(_validate_settings(s, here, finalists))["policies"]
+        last_s = time.monotonic() - started_s
+        spent_s += last_s
+        measured |= {policy_digest(p): p for p in _files(here / "validation" / "policies")}
+        swapped = disagreements(rows)
+        rounds.append({"policies": rows, "swapped": swapped, "left_out": left_out, "engine_s": last_s})
+        corrections.append(str(here / "validation"))
+        if not swapped:
+            ended = "agreement"
+            break
+    best = _fastest(list(measured.values()), lossy=not tuned["lossless"])
+    save_policy(best, out / "policy.yaml")
+    content = {
+        "schema": SCHEMA,
+        "ended": ended,
+        "best": best.name,
+        "speedup": _measured_speedup(best),
+        "engine_s": spent_s,
+        "rounds": rounds,
+        "settings": to_plain(s),
+        "provenance": provenance(),
+    }
+    write_json_atomic(out / "refine.json", content)
+    _print(content, out)
+    return content
+
+
+def disagreements(rows: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    """Pairs of policies, by name, that were measured in another order than predicted, by more than repeats differ.
+
+    rows: as `validate` returns them; those without a prediction are left out.
+    """
+    known = [row for row in rows if row["predicted"].get("speedup") is not None]
+    known.sort(key=lambda row: -row["predicted"]["speedup"])
+    found = []
+    for i, ahead in enumerate(known):
+        for behind in known[i + 1 :]:
+            spread = max(LEAST_SPREAD, *(row["measured"]["repeat_spread_frac"] for row in (ahead, behind)))
+            differ = ahead["predicted"]["speedup"] > behind["predicted"]["speedup"]
+            if differ and behind["measured"]["speedup"] > ahead["measured"]["speedup"] * (1.0 + spread):
+                found.append([ahead["name"], behind["name"]])
+    return found
+
+
+def _tune_settings(s: Settings, here: Path, corrections: list[str]) -> dict[str, Any]:
+    own = {"trace": s.trace, "costs": s.costs, "search": s.search, "batch": s.batch, "out": str(here / "tune")}
+    clash = sorted(set(own) & set(s.tune))
+    if clash:
+        raise UserError(f"tune.{clash[0]} is given", f"set {clash[0]} itself")
+    return {**s.tune, **own, "corrections": list(corrections), "keep_refused": s.engine_trials}
+
+
+def _validate_settings(s: Settings, here: Path, policies: list[Policy]) -> dict[str, Any]:
+    shared = {"model": s.model, "workload": s.workload, "split": s.split, "batch": s.batch, "repeats": s.repeats}
+    return {**shared, "policies": [to_plain(p) for p in policies], "out": str(here / "validation")}
+
+
+def _finalists(folder: Path, most: int) -> tuple[list[Policy], list[str]]:
+    """The policies to measure, and the names of those that cannot be measured along with the best one.
+
+    One decoding keeps history in one form: the same window, page and decay.
+    """
+    names = sorted(
+        (path.stem for path in folder.glob("*.yaml")), key=lambda n: (FIRST.index(n) if n in FIRST else 9, n)
+    )
+    distinct = {policy_digest(policy): policy for policy in (load_policy(folder / f"{name}.yaml") for name in names)}
+    drafting = [policy for policy in distinct.values() if policy.k_max]
+    form = _history(drafting[0]) if drafting else None
+    fitting = [policy for policy in drafting if _history(policy) == form]
+    return fitting[:most], [policy.name for policy in drafting if _history(policy) != form]
+
+
+def _history(policy: Policy) -> tuple[int, int, float]:
+    kv = policy.draft_kv
+    return kv.window, kv.page, kv.decay
+
+
+def _files(folder: Path) -> list[Policy]:
+    return [load_policy(path) for path in sorted(folder.glob("*.yaml"))]
+
+
+def _fastest(policies: list[Policy], *, lossy: bool) -> Policy:
+    """The fastest as measured, plain decoding where none is faster than that."""
+    asked = [policy for policy in policies if lossy or policy.lossless]
+    best = max(asked, key=_measured_speedup, default=plain_policy())
+    return best if _measured_speedup(best) > 1.0 else plain_policy()
+
+
+def _measured_speedup(policy: Policy) -> float:
+    return float((policy.measured or {}).get("speedup", 1.0))
+
+
+def _print(content: Mapping[str, Any], out: Path) -> None:
+    table = Table(title=f"refined {out}", title_justify="left")
+    for column in ("round", "policy", "predicted", "measured", "error"):
+        table.add_column(column, justify="left" if column == "policy" else "right")
+    for number, found in enumerate(content["rounds"], start=1):
+        for row in found["policies"]:
+            predicted, speedup = row["predicted"].get("speedup"), row["measured"]["speedup"]
+            error = "-" if predicted is None else f"{predicted / speedup - 1.0:+.1%}"
+            said = "-" if predicted is None else f"{predicted:.3f}x"
+            table.add_row(str(number), row["name"], said, f"{speedup:.3f}x", error)
+    console = table_console()
+    console.print(table)
+    for number, found in enumerate(content["rounds"], start=1):
+        pairs = ", ".join(" before ".join(pair) for pair in found["swapped"]) or "none"
+        console.print(f"round {number}: predicted in the wrong order: {pairs}", highlight=False)
+        if found["left_out"]:
+            console.print(
+                f"round {number}: not measured, as their history has another form: {', '.join(found['left_out'])}"
+            )
+    console.print(f"ended by {content['ended']}; best as measured: {content['best']}", highlight=False)

@@ -1,0 +1,100 @@
+"""Refine with an engine made of another cost table: corrected costs rank as that engine does, and it stops there."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from specdial.conf import refine
+from specdial.engine.trace.reader import read_costs, read_trace
+from specdial.policies.artifact import write_json_atomic
+from specdial.policies.errors import UserError
+from specdial.policies.file import load_policy, policy_digest, save_policy
+from specdial.policies.schema import policy_from_mapping
+from specdial.simulator.corrections import corrected
+from specdial.simulator.costs import CostModel
+from specdial.simulator.replay import replay
+from specdial.simulator.synthetic import Shape, write_synthetic_costs, write_trace
+
+
+@pytest.fixture
+def engine(tmp_path, monkeypatch):
+    """A validation whose drafts take four times what the cost table says; counts its calls."""
+    write_trace(tmp_path / "trace", Shape(documents=9, difficulty_nats=0.5))
+    write_synthetic_costs(tmp_path / "costs", (256, 512), (1,), Shape())
+    true = corrected(CostModel.from_table(read_costs(tmp_path / "costs")), {("sparse_self", "draft"): 4.0})
+    calls = []
+
+    def validate(settings):
+        calls.append(settings)
+        policies = [policy_from_mapping(dict(p)) for p in settings["policies"]]
+        outcomes = replay(read_trace(tmp_path / "trace"), true, policies, settings["split"], bootstrap=0)
+        rows, out = [], Path(settings["out"])
+        for i, (policy, o) in enumerate(zip(policies, outcomes, strict=True)):
+            known = {name: getattr(o, name) for name in ("speedup", "us_per_token", "tokens_per_round", "k")}
+            measured = {**known, "repeat_spread_frac": 0.0}
+            save_policy(dataclasses.replace(policy, measured=measured), out / "policies" / f"{i}.yaml")
+            rows.append({"name": policy.name, "predicted": policy.expected, "measured": measured})
+        write_json_atomic(out / "validation.json", {"plain_us_per_token": outcomes[0].baseline_us_per_token})
+        return {"policies": rows}
+
+    monkeypatch.setattr(refine.validate, "run", validate)
+    return calls
+
+
+def settings(tmp_path, **changed):
+    given = {name: str(tmp_path / name) for name in ("trace", "costs", "out")}
+    search = {"controllers": ["fixed"], "budgets": [128]}
+    return {"model": {}, "workload": {}, "search": search, "tune": {"bootstrap": 20}, **given, **changed}
+
+
+def test_the_order_agrees_once_costs_are_corrected(engine, tmp_path):
+    found = refine.run(settings(tmp_path, finalists=8))
+    first, last = found["rounds"][0], found["rounds"][-1]
+    assert first["swapped"]
+    assert not last["swapped"]
+    assert found["ended"] == "agreement"
+    assert len(engine) == len(found["rounds"]) == 2
+    for row in last["policies"]:
+        assert row["predicted"]["speedup"] == pytest.approx(row["measured"]["speedup"], rel=0.07)
+    everything = [row["measured"]["speedup"] for round_ in found["rounds"] for row in round_["policies"]]
+    assert max(everything) < 1.0
+    assert load_policy(tmp_path / "out" / "policy.yaml").k_max == 0  # no policy is faster than plain decoding
+    corrected_with = json.loads((tmp_path / "out" / "round-2" / "tune" / "study.json").read_text())["settings"]
+    assert corrected_with["corrections"] == [str(tmp_path / "out" / "round-1" / "validation")]
+
+
+def test_the_best_is_the_fastest_as_measured(engine, tmp_path):
+    found = refine.run(settings(tmp_path, rounds=1, search={"controllers": ["fixed"], "k_max": 2}))
+    rows = found["rounds"][0]["policies"]
+    best = load_policy(tmp_path / "out" / "policy.yaml")
+    fastest = max(row["measured"]["speedup"] for row in rows)
+    assert found["speedup"] == max(fastest, 1.0)
+    assert best.k_max == 0 or best.measured["speedup"] == fastest
+
+
+def test_no_round_begins_that_would_take_more_engine_time_than_is_left(engine, tmp_path):
+    found = refine.run(settings(tmp_path, engine_s=0.0, finalists=8))
+    assert found["ended"] == "engine time"
+    assert len(engine) == 1
+
+
+def test_the_engine_measures_what_replay_refuses(engine, tmp_path, monkeypatch):
+    search = {"controllers": ["fixed"], "draft_kv": {"recent": [16, 32]}, "k_max": 3}
+    refused = []
+
+    def validate(given):
+        refused.extend(p for p in given["policies"] if p["expected"] is None)
+        raise UserError("seen", "stop here")
+
+    monkeypatch.setattr(refine.validate, "run", validate)
+    with pytest.raises(UserError, match="seen"):
+        refine.run(settings(tmp_path, search=search, engine_trials=2))
+    assert [p["draft_kv"]["recent"] for p in refused] == [32, 32]
+    assert len({policy_digest(policy_from_mapping(p)) for p in refused}) == 2
+
+
+def test_what_refine_sets_itself_is_not_set_twice(engine, tmp_path):
+    with pytest.raises(UserError, match=r"tune\.batch is given; set batch itself"):
+        refine.run(settings(tmp_path, tune={"batch": 2}))
