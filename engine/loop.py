@@ -38,7 +38,7 @@ from specdial.engine.round_state import (
 )
 from specdial.engine.sampling import Sampling
 from specdial.engine.sequences import Sequences
-from specdial.engine.tree_acceptance import follow, straighten, verify_tree
+from specdial.engine.tree_acceptance import follow, straighten
 from specdial.engine.verification import Plan, Schedule, verifications
 from specdial.kernels.settle import settle
 from specdial.policies.controllers import Controller, Signals, draft_limit, longest_draft, make_controller
@@ -291,11 +291,9 @@ class Decoding:
         for reader in self.readers:
             if not (begun and reader is self._drafting):
                 reader.read()
+        tokens, branches = (state.block[:, : k + 1], None) if tree is None else (tree.tokens, tree.branches())
         with s.tapping(self.readers):
-            if tree is None:
-                block = self._verification.block(state.block[:, : k + 1], plan, k=state.k, padded=rows, rows=rows)
-            else:
-                block = verify_tree(s, tree)
+            block = self._verification.block(tokens, plan, k=state.k, padded=rows, rows=rows, branches=branches)
         if self.logits is not None:
             self.logits[:, : k + 1] = block.logits
         state.mark(VERIFIED)
@@ -303,7 +301,7 @@ class Decoding:
             choices, judged = self.judge.choices(block.logits, k)
         else:
             path, choices, judged = follow(self.judge, tree, block.logits)
-            straighten(s, path, self.readers)
+            block = straighten(s, block, path, self.readers)
         settle(
             state.drafts[:, :k], choices, state.k, s.room, stop_ids=s.stops, emitted=state.emitted[:, : k + 1],
             accepted=state.accepted, counts=state.counts, pending=s.pending, before=s.before, judged=judged,

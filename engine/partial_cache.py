@@ -29,8 +29,11 @@ class KeptKeys(Protocol):
         """Select keys or pages of a layer, [B, Hk, C] int32, and read from now on what lies there now."""
         ...
 
-    def begin(self, lengths: Tensor, rows: int) -> None:
-        """A pass over `rows` rows at positions lengths[b] + t begins. [B] integer."""
+    def begin(self, lengths: Tensor, rows: int, ancestors: Tensor | None = None) -> None:
+        """A pass over `rows` rows at positions lengths[b] + t begins. [B] integer.
+
+        ancestors: [B, T, T], the rows that each of them sees, where they are no chain.
+        """
         ...
 
     def attend(self, layer: int, q: Tensor) -> Tensor:
@@ -51,6 +54,7 @@ class KeptInPlace:
         self.tail_start = torch.zeros(B, dtype=torch.int64, device=device)  # [B]
         self._lengths = self.tail_start  # [B] of the pass under way
         self._fresh = False  # does it select?
+        self._ancestors: Tensor | None = None
         self._workspace: SparseWorkspace | None = None
 
     def take(self, counts: Tensor, tail_start: Tensor) -> None:
@@ -63,9 +67,9 @@ class KeptInPlace:
         self.indices[layer] = indices
         self._fresh = True
 
-    def begin(self, lengths: Tensor, rows: int) -> None:
+    def begin(self, lengths: Tensor, rows: int, ancestors: Tensor | None = None) -> None:
         """See KeptKeys."""
-        self._lengths, self._workspace, self._fresh = lengths, None, False
+        self._lengths, self._workspace, self._fresh, self._ancestors = lengths, None, False, ancestors
 
     def attend(self, layer: int, q: Tensor) -> Tensor:
         """See KeptKeys."""
@@ -75,6 +79,7 @@ class KeptInPlace:
         return sparse_attention(
             q, k, v, self.indices[layer], self.counts, tail_start=self.tail_start, lengths=self._lengths,
             backend=self.backend, page=self.page, workspace=self._workspace, fresh=self._fresh,
+            ancestors=self._ancestors,
         )  # fmt: skip
 
 
@@ -113,8 +118,10 @@ class PartialCache:
         self.k[layer, :, :, : whole.shape[-1]] = keys
         self.v[layer, :, :, : whole.shape[-1]] = values
 
-    def begin(self, lengths: Tensor, rows: int) -> None:
-        """See KeptKeys."""
+    def begin(self, lengths: Tensor, rows: int, ancestors: Tensor | None = None) -> None:
+        """See KeptKeys. Raises ValueError on a tree, whose accepted path would have to be moved here too."""
+        if ancestors is not None:
+            raise ValueError("keys in host memory serve no trees")
         shift = self._tail_place - self.tail_start  # [B]
         self._positions = lengths[:, None] + torch.arange(rows, device=lengths.device)  # [B, T]
         self._rows, self._used = self._positions + shift[:, None], lengths + shift

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from specdial.engine.branches import Branches
 from specdial.engine.cache import KVCache, round_up
 from specdial.engine.graphs import Graphs
 from specdial.engine.head_reader import HeadReader, tap_buffers, taps_of
@@ -251,19 +252,26 @@ class Sequences:
         start: Tensor | None = None,
         cached_rows: int = 0,
         watch: Callable[[int, Tensor], None] | None = None,
+        branches: Branches | None = None,
     ) -> Block:
         """Full attention over everything cached for a block of tokens [B, T], written behind the committed keys.
 
         padded: on a CPU, round T up to ROW_MULTIPLE inside. rows: also collect the attention rows. Commits nothing.
         start: instead, the positions [B] at which the blocks begin, up to cached_rows before what is committed ends.
         watch: is told every layer's queries [B, T or more, H, D].
+        branches: how the rows descend from each other, where they are no chain. They leave no attention rows.
         """
         T = tokens.shape[1]
         if padded and not self.cache.on_gpu:
             tokens = F.pad(tokens, (0, round_up(T, ROW_MULTIPLE) - T))
         width = self.cache.width(tokens.shape[1] - cached_rows)
         lengths = self.cache.lengths if start is None else start
-        collected = self.history.rows(tokens.shape[1], self.batch) if rows and self.history is not None else None
+        depths = ancestors = collected = None
+        if branches is not None:
+            branches = branches.padded(tokens.shape[1])
+            depths, ancestors = branches.depths, branches.ancestors
+        elif rows and self.history is not None:
+            collected = self.history.rows(tokens.shape[1], self.batch)
 
         def attend(layer: int, q: Tensor) -> Tensor:
             if watch is not None:
@@ -271,9 +279,9 @@ class Sequences:
             kv = self.cache.view(layer, width)
             if collected is not None and self.history is not None:
                 return self.history.attend(collected, layer, q, kv, lengths)
-            return full_attention(q, *kv, lengths, backend=self.backend)[0]
+            return full_attention(q, *kv, lengths, backend=self.backend, ancestors=ancestors)[0]
 
-        return Block(self.forward_rows(tokens, lengths, attend)[:, :T], collected, start)
+        return Block(self.forward_rows(tokens, lengths, attend, depths=depths)[:, :T], collected, start)
 
     def forward_rows(
         self,

@@ -1,8 +1,8 @@
-"""A tree of drafts in a round: verified in one pass, then the accepted path becomes what a chain's round leaves.
+"""A verified tree of drafts in a round: which path is accepted, and how it becomes what a chain's round leaves.
 
-Rows of a tree stand at position length + depth, their keys at slot length + row, and a row sees its ancestors. The
-target chooses a token after each row, greedily or by drawing from its distribution, and the path goes on as long as a
-child is that token. Keys and hidden states of the path then move to where a chain has them.
+The target chooses a token after each row, greedily or by drawing from its distribution, and the path goes on as long as
+a child is that token. Keys, which the pass left in the order of the rows, and hidden states of the path then move to
+where a chain has them.
 
 Drawing is exact whatever the drafts are, which are not random. It is recursive rejection sampling (Miao et al. 2024,
 SpecInfer; EAGLE-2) with certain proposals: that accepts sibling after sibling x with probability p(x) / (1 - p of those
@@ -12,35 +12,14 @@ rejected), hence child x with p(x) in all, and otherwise draws from p without th
 from collections.abc import Collection
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from specdial.engine.acceptance import Judge
-from specdial.engine.cache import round_up
 from specdial.engine.drafters.tree import DraftTree
 from specdial.engine.head_reader import HeadReader
-from specdial.engine.prefill import ROW_MULTIPLE
 from specdial.engine.sampling import distribution, draw
 from specdial.engine.sequences import Block, Sequences
-from specdial.kernels.full_attention import full_attention
 from specdial.kernels.token_statistics import logit_statistics
-
-
-def verify_tree(s: Sequences, tree: DraftTree) -> Block:
-    """Full attention over everything cached for a tree, written behind the committed keys: a pass. Commits nothing.
-
-    The block has no attention rows.
-    """
-    T = tree.tokens.shape[1]
-    more = 0 if s.cache.on_gpu else round_up(T, ROW_MULTIPLE) - T
-    tokens, depths = F.pad(tree.tokens, (0, more)), F.pad(tree.depths, (0, more))  # [B, T + more] each
-    ancestors = F.pad(tree.ancestors(), (0, 0, 0, more), value=True)  # [B, T + more, T]
-    width, lengths = s.cache.width(T + more), s.cache.lengths
-
-    def attend(layer: int, q: Tensor) -> Tensor:
-        return full_attention(q, *s.cache.view(layer, width), lengths, backend=s.backend, ancestors=ancestors)[0]
-
-    return Block(s.forward_rows(tokens, lengths, attend, depths=depths)[:, :T], None)
 
 
 def follow(judge: Judge, tree: DraftTree, logits: Tensor) -> tuple[Tensor, Tensor, bool]:
@@ -83,15 +62,18 @@ def follow(judge: Judge, tree: DraftTree, logits: Tensor) -> tuple[Tensor, Tenso
     return torch.stack(rows, dim=1), torch.stack(chosen, dim=1), False
 
 
-def straighten(s: Sequences, rows: Tensor, readers: Collection[HeadReader]) -> None:
+def straighten(s: Sequences, block: Block, rows: Tensor, readers: Collection[HeadReader]) -> Block:
     """Let the rows [B, K+1] of a verified tree stand where a chain's do, in keys and in what readers saw: a pass.
 
-    No row of a path stands before its place in it, and all of them are read before one is written.
+    Returns the block that they make. No row of a path stands before its place in it, and all are read before one is
+    written.
     """
     lanes = torch.arange(s.batch, device=rows.device)[:, None]  # [B, 1]
     start = s.cache.lengths[:, None]  # [B, 1]
     found, places = start + rows, start + torch.arange(rows.shape[1], device=rows.device)  # [B, K+1] each
     for kept in (s.cache.k, s.cache.v):  # [L, B, Hk, S, D]
         kept[:, lanes, :, places] = kept[:, lanes, :, found]
+    first = 0 if block.first_row is None else block.first_row[:, None]  # [B, 1] of the new rows
     for reader in readers:
-        reader.follow(rows)
+        reader.follow(rows + first)
+    return Block(block.logits, None)

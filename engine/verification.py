@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from specdial.engine.branches import Branches
 from specdial.engine.cache import round_up
 from specdial.engine.drafters.model import ModelDrafter
 from specdial.engine.drafters.quest import Quest
@@ -152,14 +153,28 @@ class Verification:
                 known[b, : len(given)] = given
             to_device(known, self._known(plan.recomputed))
 
-    def block(self, tokens: Tensor, plan: Plan, *, k: Tensor, padded: bool, rows: bool) -> Block:
-        """Verify tokens [B, T], of which 1 + k[b] count. padded, rows: as in `Sequences.forward_block`."""
+    def block(
+        self,
+        tokens: Tensor,
+        plan: Plan,
+        *,
+        k: Tensor,
+        padded: bool,
+        rows: bool,
+        branches: Branches | None = None,
+    ) -> Block:
+        """Verify tokens [B, T], of which 1 + k[b] count. padded, rows: as in `Sequences.forward_block`.
+
+        branches: how the tokens descend from each other; those count that are at most k[b] deep, which come first.
+        """
         watch = None if self.queries is None else self.queries.watch()
         if plan.partial:
-            return self._partial(tokens, k, watch, chooses=plan.chooses)
+            if branches is not None:
+                k = (branches.depths <= k[:, None]).sum(dim=1) - 1  # [B] rows behind the first one
+            return self._partial(tokens, k, watch, chooses=plan.chooses, branches=branches)
         if plan.recomputed:
-            return self._corrected(tokens, plan.recomputed, watch)
-        return self.s.forward_block(tokens, padded=padded, rows=rows, watch=watch)
+            return self._corrected(tokens, plan.recomputed, watch, branches)
+        return self.s.forward_block(tokens, padded=padded, rows=rows, watch=watch, branches=branches)
 
     def settled(self, block: Block, counts: Tensor) -> None:
         """Take in what a block leaves beyond keys and history, of which counts [B] new rows are committed now."""
@@ -172,20 +187,35 @@ class Verification:
             ("recomputed", rows), lambda: torch.zeros(s.batch, rows, dtype=torch.int64, device=s.decoder.device)
         )
 
-    def _corrected(self, tokens: Tensor, recomputed: int, watch: Callable[[int, Tensor], None] | None) -> Block:
+    def _corrected(
+        self,
+        tokens: Tensor,
+        recomputed: int,
+        watch: Callable[[int, Tensor], None] | None,
+        branches: Branches | None,
+    ) -> Block:
         """A full verification whose block begins with the tokens to recompute, already cached."""
         s, T = self.s, tokens.shape[1]
         first = s.cache.lengths.clamp(max=recomputed)  # [B] row of the pending token
         own = first[:, None] + torch.arange(T, device=tokens.device)  # [B, T] rows of the round
         whole = F.pad(self._known(recomputed), (0, T)).scatter(1, own, tokens)  # [B, R + T]
+        if branches is not None:
+            branches = branches.behind(first, whole.shape[1])
         block = s.forward_block(
-            whole, padded=True, rows=True, start=s.cache.lengths - first, cached_rows=recomputed, watch=watch
-        )
+            whole, padded=True, rows=True, start=s.cache.lengths - first, cached_rows=recomputed, watch=watch,
+            branches=branches,
+        )  # fmt: skip
         logits = block.logits.gather(1, own[..., None].expand(-1, -1, block.logits.shape[-1]))  # [B, T, V]
         return replace(block, logits=logits, first_row=first)
 
     def _partial(
-        self, tokens: Tensor, k: Tensor, watch: Callable[[int, Tensor], None] | None, *, chooses: bool
+        self,
+        tokens: Tensor,
+        k: Tensor,
+        watch: Callable[[int, Tensor], None] | None,
+        *,
+        chooses: bool,
+        branches: Branches | None,
     ) -> Block:
         """A verification over a selection of the cached keys and the block itself. It leaves no attention rows."""
         s, T, kept = self.s, tokens.shape[1], self._kept
@@ -196,11 +226,14 @@ class Verification:
         counted = k + 1  # [B] rows
         if not s.cache.on_gpu:
             tokens = F.pad(tokens, (0, round_up(T, ROW_MULTIPLE) - T))
+        if branches is not None:
+            branches = branches.padded(tokens.shape[1])
+        depths, ancestors = (None, None) if branches is None else (branches.depths, branches.ancestors)
         s.cache.width(tokens.shape[1])  # raises where the block does not fit
         if kept is not None and chooses:
             kept.take(*self._extent() if chosen is None else (chosen.counts, chosen.tail_start))
         if kept is not None:
-            kept.begin(lengths, tokens.shape[1])
+            kept.begin(lengths, tokens.shape[1], ancestors)
         workspace: SparseWorkspace | None = None
 
         def attend(layer: int, q: Tensor) -> Tensor:
@@ -220,10 +253,11 @@ class Verification:
             return sparse_attention(
                 q, keys, values, indices, selection.counts, tail_start=selection.tail_start, lengths=lengths,
                 backend=s.backend, page=selection.page, workspace=workspace, fresh=chosen is None,
+                ancestors=ancestors,
             )  # fmt: skip
 
         into = kept if isinstance(kept, PartialCache) else None
-        return Block(s.forward_rows(tokens, lengths, attend, into=into)[:, :T], None)
+        return Block(s.forward_rows(tokens, lengths, attend, into=into, depths=depths)[:, :T], None)
 
     def _extent(self) -> tuple[Tensor, Tensor]:
         """Of a selection of pages: how many it has, and the position behind the last whole one, [B] each."""

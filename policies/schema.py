@@ -129,7 +129,7 @@ def policy_from_mapping(value: object, where: str = "") -> Policy:
     check_variants(drafting, policy.scoring_heads, prefix)
     placed = (Variant(longest_draft(p.controller) > 0, p.drafter, p.draft_kv, p.verify_kv) for p in [*variants, policy])
     check_placement(policy.kv, tuple(placed), prefix)
-    _check_trees([*variants, policy], policy.kv.where, prefix)
+    _check_trees([*variants, policy], prefix)
     return policy
 
 
@@ -179,25 +179,20 @@ def _one(value: object, where: str) -> Policy:
     return policy
 
 
-def _check_trees(variants: list[Policy], where: str, prefix: str) -> None:
-    """Raises UserError where trees are drafted and something needs attention rows, which their rounds do not keep.
-
-    And where keys are not on the device, on which those of the accepted path are moved.
-    """
+def _check_trees(variants: list[Policy], prefix: str) -> None:
+    """Raises UserError where trees are drafted and something needs attention rows, which their rounds do not keep."""
     drafting = [v for v in variants if longest_draft(v.controller) > 0]
     if not any(v.drafter.tree for v in drafting):
         return
     if any(v.drafter.kind == "sparse_self" for v in drafting):
         field = f"{prefix}drafter"
-        cause = f"{field} sparse_self scores keys by every round's attention, which rounds with drafter.tree leave out"
+        cause = f"{field} sparse_self scores keys by attention that rounds with drafter.tree leave out"
         raise UserError(cause, "draft by eagle in every cell", field=field)
-    if not all(v.verify_kv.lossless for v in drafting):
-        field = f"{prefix}verify_kv.mode"
-        cause = f"{field} is 'partial', and {prefix}drafter.tree is verified over every key"
-        raise UserError(cause, "use mode full (or full_period 1), or leave tree out", field=field)
-    if where != "device":
-        cause = f"{prefix}kv.where is {where!r}, and {prefix}drafter.tree needs the target's keys on the device"
-        raise UserError(cause, "use device, or leave tree out", field=f"{prefix}kv.where")
+    for kv in (v.verify_kv for v in drafting):
+        if not kv.lossless and kv.source not in ("page_bound", "recent"):
+            field = f"{prefix}verify_kv.source"
+            cause = f"{field} is {kv.source!r}, which scores keys by attention that rounds with drafter.tree leave out"
+            raise UserError(cause, "use page_bound or recent, or leave tree out", field=field)
 
 
 def plain_policy() -> Policy:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from specdial.engine.branches import Branches
 from specdial.engine.drafters.eagle import Eagle
 from specdial.engine.sequences import Sequences
 from specdial.kernels.token_statistics import logit_statistics
@@ -32,15 +33,15 @@ class DraftTree:
     depths: Tensor
     depth: int
 
-    def ancestors(self) -> Tensor:
-        """Which rows each row descends from, itself included: [B, T, T] bool."""
+    def branches(self) -> Branches:
+        """The same for the passes that verify it."""
         B, T = self.tokens.shape
         found = torch.eye(T, dtype=torch.bool, device=self.tokens.device).repeat(B, 1, 1)  # [B, T, T]
         above = self.parents  # [B, T]
         for _ in range(self.depth):
             found.scatter_(2, above[..., None], True)
             above = above.gather(1, above)
-        return found
+        return Branches(self.depths, found)
 
 
 class TreeEagle(Eagle):

@@ -35,6 +35,7 @@ def sparse_attention(
     page: int = 1,
     workspace: SparseWorkspace | None = None,
     fresh: bool = False,
+    ancestors: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Softmax attention of row t over the selected keys and the tail tail_start[b] .. lengths[b]+t.
 
@@ -45,6 +46,7 @@ def sparse_attention(
     holds the tokens since the selection, those drafted this round included. Every selected position must lie before
     tail_start, or its key counts twice: with pages, start the tail at a multiple of `page`. A count of 0 leaves the
     tail alone. Slots past the count may hold anything.
+    ancestors: [B, T, T] bool, instead of causal: of the block's own keys row t sees those that ancestors[b, t] says.
 
     Returns [B, T, H, D] in q's dtype. Scores are scaled by D**-0.5, the softmax is in float32.
     workspace: reused between calls of backend "triton" (one stream at a time); without one, a call that splits the
@@ -58,15 +60,21 @@ def sparse_attention(
     check_backend(backend, q.device)
     if page < 1:
         raise ValueError(f"page is {page}, expected at least 1")
+    if ancestors is not None:
+        check_shape("ancestors", ancestors, (q.shape[0], q.shape[1], q.shape[1]))
+        check_dtype("ancestors", ancestors, (torch.bool,))
+        check_device("ancestors", ancestors, q.device)
+        if not ancestors.is_contiguous():
+            raise ValueError(f"ancestors has strides {list(ancestors.stride())}, expected contiguous")
     if backend == "reference":
         return sparse_attention_reference(
-            q, k_cache, v_cache, indices, counts, tail_start=tail_start, lengths=lengths, page=page
+            q, k_cache, v_cache, indices, counts, tail_start=tail_start, lengths=lengths, page=page, ancestors=ancestors
         )
     from specdial.kernels.sparse_attention.triton import sparse_attention_triton
 
     return sparse_attention_triton(
         q, k_cache, v_cache, indices, counts, tail_start=tail_start, lengths=lengths, page=page, workspace=workspace,
-        fresh=fresh,
+        fresh=fresh, ancestors=ancestors,
     )  # fmt: skip
 
 

@@ -13,6 +13,7 @@ def sparse_attention_reference(
     tail_start: torch.Tensor,
     lengths: torch.Tensor,
     page: int = 1,
+    ancestors: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See `sparse_attention`. Gathers the chosen rows and the tail for one masked softmax; the host reads the sizes."""
     B, T, H, D = q.shape
@@ -29,6 +30,10 @@ def sparse_attention_reference(
     tail_width = int((lengths - tail_start).max()) + T
     tail = start + torch.arange(tail_width, device=q.device)  # [B, 1, W]
     tail_seen = tail <= last_visible[..., None]  # [B, T, W]
+    if ancestors is not None:
+        own = (tail - lengths.to(torch.int64).view(B, 1, 1)).expand(B, T, tail_width)  # place in the block
+        seen = ancestors.gather(2, own.clamp(0, T - 1))  # [B, T, W]
+        tail_seen = torch.where(own < 0, True, seen & (own < T))
 
     seen = torch.cat(
         [chosen_seen[:, :, None].expand(B, Hk, T, C * page), tail_seen[:, None].expand(B, Hk, T, tail_width)], dim=-1

@@ -135,6 +135,7 @@ def test_default_taps_lie_within_the_model():
 
 
 SILENT = {"from_context_tokens": 136, "to_context_tokens": 150, "overrides": {"controller": {"kind": "none"}}}
+ALL_PAGES = {"mode": "partial", "source": "page_bound", "page": 16, "budget": 400, "full_period": 4, "refresh": "full"}
 ALL_KEYS = {"mode": "partial", "source": "recent", "sink": 1, "recent": 400, "full_period": 3}
 
 
@@ -190,7 +191,7 @@ def trees(decoding, depth):
     """The paths of each sequence's next tree; nothing changes by asking."""
     tree = decoding.drafters[0].grow(depth, decoding.state.signals)
     assert (tree.parents[:, 1:] < torch.arange(1, tree.tokens.shape[1])).all(), "a parent comes first"
-    ancestors = tree.ancestors()
+    ancestors = tree.branches().ancestors
     assert torch.equal(ancestors.sum(2) - 1, tree.depths)
     for b, tokens in enumerate(tree.tokens.tolist()):
         yield [tuple(tokens[i] for i in row.nonzero()[1:, 0].tolist()) for row in ancestors[b, 1:]]
@@ -203,6 +204,8 @@ TREES = {
     "unpruned": ({"width": 2, "nodes": 60}, {}),
     "corrected": ({"width": 4, "nodes": 12}, {"verify_kv": {"mode": "partial", "source": "recent", "full_period": 1}}),
     "gaps": ({"width": 4, "nodes": 12}, {"cells": [SILENT]}),
+    "partial over all keys": ({"width": 4, "nodes": 12}, {"verify_kv": ALL_KEYS}),
+    "partial over all pages": ({"width": 4, "nodes": 9}, {"verify_kv": ALL_PAGES}),
     "beside chains": (
         {"width": 4, "nodes": 12},
         {"cells": [{"overrides": {"drafter": {"tree": None}}, "to_context_tokens": 150}]},
@@ -214,7 +217,7 @@ TREES = {
 def test_greedy_tokens_of_trees_equal_plain_ones(decoder, head, plain, name):
     tree, more = TREES[name]
     chosen = policy(tree=tree, **more)
-    assert chosen.lossless
+    assert chosen.lossless or name.startswith("partial")
     tokens, rounds = decode(sequences(decoder, head), chosen)
     assert tokens == plain
     accepted = sum(int(r.accepted.sum()) for r in rounds)
@@ -227,8 +230,13 @@ def test_greedy_tokens_of_trees_equal_plain_ones(decoder, head, plain, name):
         assert accepted > sum(int(r.accepted.sum()) for r in chain), "one draft is accepted less often than one of 8"
 
 
-def test_a_tree_of_width_one_is_the_chain(decoder, head):
-    chain, tree = (decode(sequences(decoder, head), policy(tree=t)) for t in (None, {"width": 1, "nodes": 8}))
+FEW_PAGES = {"mode": "partial", "source": "page_bound", "page": 16, "sink": 1, "budget": 48, "full_period": 3}
+
+
+@pytest.mark.parametrize("more", [{}, {"verify_kv": FEW_PAGES}], ids=["full", "partial"])
+def test_a_tree_of_width_one_is_the_chain(decoder, head, plain, more):
+    chain, tree = (decode(sequences(decoder, head), policy(tree=t, **more)) for t in (None, {"width": 1, "nodes": 8}))
+    assert (chain[0] == plain) == (not more)
     assert tree[0] == chain[0]
     played = [[(r.k.tolist(), r.accepted.tolist(), r.emitted) for r in rounds] for _, rounds in (chain, tree)]
     assert played[0] == played[1]

@@ -16,12 +16,14 @@ from specdial.engine.sequences import Sequences
 from specdial.policies.schema import policy_from_mapping
 
 FIXED, RATE = {"kind": "fixed", "k": 4}, {"kind": "rate", "gamma": 0.1, "k_max": 5}
+FEW_PAGES = {"mode": "partial", "source": "page_bound", "page": 16, "sink": 1, "budget": 48, "full_period": 3}
 SILENT = {"from_context_tokens": 200, "to_context_tokens": 210, "overrides": {"controller": {"kind": "none"}}}
 CASES = {
     "fixed": {"controller": FIXED},
     "rate": {"controller": RATE},
     "gaps": {"controller": FIXED, "cells": [SILENT]},
     "tree": {"controller": FIXED, "tree": {"width": 4, "nodes": 14}},
+    "partial tree": {"controller": FIXED, "tree": {"width": 3, "nodes": 8}, "verify_kv": FEW_PAGES},
 }
 
 
@@ -50,10 +52,10 @@ def outcome(s, policy, sampling):
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.8, seed=5)], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [name for name in CASES if name != "tree"])
 def test_captured_rounds_are_the_plain_calls_rounds(played, s, monkeypatch, name, sampling):
     want = outcome(s, policy(name), sampling)
-    s.graphs = played(s)
+    s.graphs = played(s, frozen=name != "partial tree")  # a drafter that is gone knows no plan of later rounds
     monkeypatch.setattr(Decoding, "_may_run_ahead", lambda self: False)
     for _ in range(2):  # the second time a new drafter finds everything captured
         s.rewind()

@@ -42,7 +42,8 @@ def compare(call: dict[str, torch.Tensor], tolerance: float, **options: object) 
     tensors = [call[name] for name in ("q", "k_cache", "v_cache", "indices", "counts")]
     where = {"tail_start": call["tail_start"], "lengths": call["lengths"]}
     got = sparse_attention(*tensors, backend="triton", **where, **options)
-    want = sparse_attention(*tensors, backend="reference", **where, page=options.get("page", 1))
+    same = {name: option for name, option in options.items() if name in ("page", "ancestors")}
+    want = sparse_attention(*tensors, backend="reference", **where, **same)
     torch.testing.assert_close(got, want, atol=tolerance, rtol=tolerance)
 
 
@@ -60,6 +61,13 @@ def test_odd_lengths(keys: int, budget: int) -> None:
 @pytest.mark.parametrize(("page", "drafted", "T"), [(16, 0, 3), (4, 9, 1), (16, 40, 2)])
 def test_pages_and_drafted_tokens(page: int, drafted: int, T: int) -> None:
     compare(problem(keys=150, budget=3, page=page, drafted=drafted, T=T, G=2), 1e-5, page=page)
+
+
+@pytest.mark.parametrize(("T", "G", "page", "drafted"), [(7, 3, 16, 5), (18, 1, 1, 0)])
+def test_trees(T: int, G: int, page: int, drafted: int) -> None:
+    ancestors = (torch.rand(2, T, T) < 0.3) | torch.eye(T, dtype=torch.bool)
+    call = problem(keys=70, budget=3, page=page, drafted=drafted, T=T, G=G)
+    compare(call, 1e-5, page=page, ancestors=ancestors)
 
 
 def test_long_drafts_take_several_row_blocks() -> None:

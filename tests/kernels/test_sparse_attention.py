@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from specdial.kernels.full_attention import full_attention
 from specdial.kernels.sparse_attention import sparse_attention
 
 NAN = float("nan")
@@ -60,6 +61,20 @@ def test_a_selection_of_everything_is_full_attention() -> None:
         q.transpose(1, 2), k.repeat_interleave(G, 1), v.repeat_interleave(G, 1), attn_mask=mask
     )
     torch.testing.assert_close(out, want.transpose(1, 2), atol=1e-5, rtol=1e-5)
+
+
+def test_a_trees_rows_see_the_selection_the_tail_and_their_ancestors() -> None:
+    """Over everything it is full attention with the same mask, whatever of it is called selection and what tail."""
+    torch.manual_seed(1)
+    B, T, Hk, G, S, D = 2, 6, 2, 3, 40, 64
+    q, k, v = torch.randn(B, T, Hk * G, D), torch.randn(B, Hk, S, D), torch.randn(B, Hk, S, D)
+    lengths, start = torch.tensor([33, 9]), torch.tensor([20, 9])
+    ancestors = (torch.rand(B, T, T) < 0.3) | torch.eye(T, dtype=torch.bool)
+    chosen = torch.arange(20, dtype=torch.int32).expand(B, Hk, 20)
+    where = {"tail_start": start, "lengths": lengths, "backend": "reference"}
+    out = sparse_attention(q, k, v, chosen, start, ancestors=ancestors, **where)
+    want, _ = full_attention(q, k, v, lengths, backend="reference", ancestors=ancestors)
+    torch.testing.assert_close(out, want, atol=1e-5, rtol=1e-5)
 
 
 def arguments(**change: object) -> dict[str, object]:

@@ -80,21 +80,25 @@ SHAPES = [  # pairs, T, G, D, keys, dtype, page
 
 
 @pytest.mark.parametrize(
-    ("pairs", "T", "G", "D", "keys", "dtype", "page", "rotate"),
-    [(*shape, False) for shape in SHAPES] + [(32, 1, 6, 128, 1025, "bf16", 16, True)],
+    ("pairs", "T", "G", "D", "keys", "dtype", "page", "form"),
+    [
+        *((*shape, "") for shape in SHAPES),
+        (32, 1, 6, 128, 1025, "bf16", 16, "ROTATE"),
+        (8, 61, 4, 128, 4157, "bf16", 16, "TREE"),
+    ],
 )
 def test_sparse_attention_neither_spills_nor_waits_for_the_tile_it_just_asked_for(
-    pairs: int, T: int, G: int, D: int, keys: int, dtype: str, page: int, rotate: bool, tmp_path: Path
+    pairs: int, T: int, G: int, D: int, keys: int, dtype: str, page: int, form: str, tmp_path: Path
 ) -> None:
     import torch
 
     torch_dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[dtype]
-    config = sparse.plan(pairs, T * G, keys, torch_dtype)
+    config = sparse.plan(pairs, T * G, keys, torch_dtype, tree=form == "TREE")
     constants = {
         "T": T, "G": G, "D": D, "PAGE": page, "BLOCK_M": config.block_m, "BLOCK_N": config.block_n,
         "SPLITS": config.splits, "ROW_BLOCKS": -(-T * G // config.block_m), "STAGES": config.stages,
         "PRECISION": "ieee" if dtype == "fp32" else "tf32", "FRESH": False, "EARLY": config.early_tiles,
-        "ROTATE": rotate, "PDL": True,
+        "ROTATE": form == "ROTATE", "TREE": form == "TREE", "PDL": True,
     }  # fmt: skip
     built = compile_for_h200(
         sparse._sparse_attention, {"Hk", "S", "P"}, constants, {"num_warps": config.warps}, f"*{dtype}", tmp_path

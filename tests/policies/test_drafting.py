@@ -103,9 +103,8 @@ SELF = {"overrides": {"drafter": {"kind": "sparse_self"}}}
         ({"tree": {"width": 0}}, "drafter.tree.width is 0; use at least 1"),
         ({"tree": {"nodes": 3}}, "drafter.tree.nodes is 3, a tree 4 deep (controller k) needs as many"),
         ({"controller": {"kind": "rate"}}, "controller rate stops a chain of drafts, and drafter.tree drafts a tree"),
-        ({"cells": [SELF]}, "drafter sparse_self scores keys by every round's attention"),
-        ({"verify_kv": {"mode": "partial", "full_period": 2}}, "verify_kv.mode is 'partial', and drafter.tree"),
-        ({"kv": {"where": "host"}}, "kv.where is 'host', and drafter.tree needs"),
+        ({"cells": [SELF]}, "drafter sparse_self scores keys by attention that rounds with drafter.tree leave out"),
+        ({"verify_kv": {"mode": "partial", "full_period": 2}}, "verify_kv.source is 'history', which scores keys by"),
     ],
 )
 def test_what_a_tree_does_not_go_with_is_refused_by_name(change, says):
