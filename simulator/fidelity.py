@@ -217,7 +217,7 @@ def _selection(rows: dict[str, Any], arms: dict[int, tuple[int, str]]) -> Select
     return Selection(
         label=next(iter(arms.values()))[1],
         curves=curves,
-        budgets=tuple(sorted({budget for budget, _ in arms.values()})),
+        budgets=tuple(sorted({int(keys) for keys in budget})),
         oldest=int(age.max()),
         probes=len(age),
     )
