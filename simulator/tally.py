@@ -98,11 +98,10 @@ class Lossy:
         place = (policy * variants + step.variant) * ages + found.since_full
         counts = np.bincount(place, weights=step.emitted, minlength=self.emitted.size)
         self.emitted[...] += counts.reshape(self.emitted.shape)
-        recomputed = np.where(step.active, found.recomputed, 0).reshape(shape)
-        rows = units.largest(recomputed).reshape(-1)
+        rows = units.largest(found.recomputed.reshape(shape)).reshape(-1)  # sequences that are done count too
         rows = -(-rows // self.multiple) * self.multiple
-        unit = np.flatnonzero(rows > 0)
-        _, setting, _, context = _by_unit(step, shape, units, batch)
+        active, setting, _, context = _by_unit(step, shape, units, batch)
+        unit = np.flatnonzero(active & (rows > 0))
         self.refreshes.add_rows(unit, setting[unit] // 2, rows[unit].astype(np.float64), context[unit], self.rows)
 
 
