@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import optuna
-from optuna.exceptions import UpdateFinishedTrialError
+from optuna.exceptions import StorageInternalError, UpdateFinishedTrialError
 from optuna.storages import BaseStorage, JournalStorage, RDBStorage
 from optuna.storages.journal import JournalFileBackend
 from optuna.trial import FrozenTrial, TrialState
@@ -175,7 +175,8 @@ class Shared:
         beats = 0
         while not self._stop.wait(PULSE_S if beats else 0.0):
             beats += 1
-            self.study.set_user_attr(f"pulse {self.worker}", beats)
+            with suppress(StorageInternalError):  # a database that is away for a moment: the next beat may reach it
+                self.study.set_user_attr(f"pulse {self.worker}", beats)
 
     def close(self) -> None:
         """Stop this worker's pulse."""

@@ -91,6 +91,25 @@ def test_a_search_goes_on_where_it_was_and_draws_what_it_would_have(space, plan,
     assert [t.point for t in parts.tried] == [t.point for t in whole.tried]
 
 
+def test_in_a_database_a_worker_is_gone_when_its_pulse_stands_still(tmp_path, monkeypatch):
+    monkeypatch.setattr("specdial.simulator.study.PULSE_S", 0.05)
+    where = f"sqlite:///{tmp_path}/study.db"
+    one, other = (Shared(open_storage(where), Goal().directions, {"seed": 0}, grace_s=0.5) for _ in range(2))
+    one.take(optuna.trial.create_trial(state=TrialState.RUNNING, params={}, distributions={}), "given-0")
+
+    def state():
+        for pause in (0.0, 0.2, 0.7):
+            time.sleep(pause)
+            other.recover()
+        return other.trials()[0].state
+
+    assert state() == TrialState.RUNNING
+    one.close()
+    time.sleep(0.1)
+    assert state() == TrialState.FAIL
+    other.close()
+
+
 def test_a_line_that_a_writer_left_unfinished_is_cut_off(space, plan, tmp_path):
     small = Plan("random", 20, 0, Goal())
     search(shared_at(tmp_path / "journal"), space, evaluate, small)
