@@ -41,9 +41,23 @@ def decode(s, policy):
 FIXED = {"kind": "fixed", "k": 4}
 
 
-def eagle(controller, tree=None):
+ALL_PAGES = {"mode": "partial", "source": "page_bound", "page": 16, "budget": 400, "full_period": 3}
+
+
+def eagle(controller, tree=None, **more):
     drafter = {"kind": "eagle", "model": "head", "tree": tree}
-    return policy_from_mapping({"drafter": drafter, "controller": controller})
+    return policy_from_mapping({"drafter": drafter, "controller": controller, **more})
+
+
+def test_trees_verified_over_all_pages_and_corrected_on_cuda(tiny_checkpoint):
+    """Partial verification that leaves nothing out, so that in float32 no token changes."""
+    decoder = target(tiny_checkpoint, "float32")
+    s = Sequences(decoder, 300, 3, history=None, backend="triton", heads={"head": untrained(decoder)})
+    s.prefill(PROMPTS, [40, 33, 48])
+    plain, _ = decode(s, plain_policy())
+    tokens, rounds = decode(s, eagle(FIXED, {"width": 6, "nodes": 30}, verify_kv=ALL_PAGES))
+    assert tokens == plain
+    assert {r.mode for r in rounds} == {"partial", "full"}
 
 
 @pytest.mark.parametrize(
