@@ -49,9 +49,9 @@ D1_BAR, D4_BAR = 27.85, 1900.0
 D4 = {"target": "llama-3.1-8b", "draft": "llama-3.2-1b", "batch": 16, "context": 32768, "budget": 512, "k": 4}
 VLLM_D4 = 767.0  # vLLM 0.23's plain tokens/s on this shape, measured elsewhere
 FULL = {"context": 31000, "batches": [16, 64], "budgets": [512, 2048], "periods": [0, 8], "k": [4], "new_tokens": 256}
-FULL |= {"repeats": 2, "needles": 16, "workloads": ["code"]}
+FULL |= {"repeats": 2, "needles": 16, "workloads": ["code"], "windows": [0, 1024]}
 CPU = {"context": 300, "batches": [2], "budgets": [64], "periods": [0, 2], "k": [3], "new_tokens": 12, "repeats": 1}
-CPU |= {"needles": 2, "workloads": ["code"]}
+CPU |= {"needles": 2, "workloads": ["code"], "windows": [0]}
 
 
 def attention_case():
@@ -106,22 +106,24 @@ def attention_case():
     ]  # fmt: skip
 
 
-def forced_case(accepted, rounds=48):
-    """D4: tokens a second of rounds whose acceptance is forced; keys and weights are random."""
+def forced_case(accepted, windows, rounds=48):
+    """D4: tokens a second of rounds whose acceptance is forced, for every window of the draft model; keys and weights
+    are random."""
     target, draft = (load_model(f"shape:{D4[name]}", device="cuda", dtype="bfloat16") for name in ("target", "draft"))
     for model in (target, draft):
         check(model.config)
     B, context, k = D4["batch"], D4["context"], D4["k"]
     c = target.config
     mapping = {
-        "drafter": {"kind": "model", "model": "drafter"},
         "controller": {"kind": "fixed", "k": k},
         "verify_kv": {"mode": "partial", "source": "hybrid", "budget": D4["budget"], "sink": 4, "recent": 16,
                       "full_period": 0, "scope": "model", "lookahead_tokens": 64},
         "scoring_heads": {"target": [[c.layers // 2, h] for h in range(4)],
                           "draft": [[layer, h] for layer in (4, 8, 12) for h in range(4)]},
     }  # fmt: skip
-    policies = {"dustin": policy_from_mapping(mapping), "plain": plain_policy()}
+    drafters = {w: {"drafter": {"kind": "model", "model": "drafter", "window": w}} for w in windows}
+    policies = {f"w{w}" if w else "dustin": policy_from_mapping({**d, **mapping}) for w, d in drafters.items()}
+    policies = {"plain": plain_policy()} | policies
     s = Sequences(target.decoder, context + 700, B, history=None, backend=backend_for("cuda"),
                   companions={"drafter": draft.decoder})  # fmt: skip
     for sequences in (s, s.companions["drafter"]):
@@ -142,7 +144,7 @@ def forced_case(accepted, rounds=48):
         case = f"{name}, {D4['target']} + {D4['draft']} shapes, random weights, B {B}, context {context}"
         case += f", acceptance forced (synthetic acceptance, {accepted} tokens a verify asked)" if policy.k_max else ""
         peers = {"vllm-0.23 plain (measured elsewhere)": VLLM_D4}
-        bar = {"bar": D4_BAR, "speedup": round(speed[name] / speed.get("plain", VLLM_D4), 2)} if policy.k_max else {}
+        bar = {"bar": D4_BAR, "speedup": round(speed[name] / speed["plain"], 2)} if policy.k_max else {}
         made.append(record(f"D4-{name}", case, speed[name], "tok/s", **accounts(done), **bar, peers=peers))
     return made
 
@@ -157,7 +159,8 @@ def chance_of(accepted, k):
 
 
 def entries(a):
-    """{name: policy}: plain, the draft model verified in full, and partially for every budget, full period and k."""
+    """{name: policy}: plain, the draft model verified in full, and partially for every budget and full period: for every k and window
+    of the draft model."""
     tuned = load_policy(a.policy) if a.policy else None
     heads = (
         {name: [list(head) for head in getattr(tuned.scoring_heads, name)] for name in ("target", "draft")}
@@ -165,15 +168,16 @@ def entries(a):
         else a.heads
     )
     lookahead_tokens = tuned.verify_kv.lookahead_tokens if tuned else 16
-    drafter = {"kind": "model", "model": a.draft}
     found = {"plain": plain_policy()}
-    for k in a.k:
+    for k, window in itertools.product(a.k, a.windows):
+        drafter = {"kind": "model", "model": a.draft, "window": window}
         common = {"drafter": drafter, "controller": {"kind": "fixed", "k": k}}
-        found[f"full-k{k}"] = policy_from_mapping(common)
+        end = f"k{k}-w{window}" if window else f"k{k}"
+        found[f"full-{end}"] = policy_from_mapping(common)
         for budget, period in itertools.product(a.budgets, a.periods):
             kv = {"source": "hybrid", "scope": "model", "sink": 4, "recent": 16, "mode": "partial"}
             kv |= {"budget": budget, "full_period": period, "lookahead_tokens": lookahead_tokens}
-            found[f"c{budget}-p{period}-k{k}"] = policy_from_mapping(
+            found[f"c{budget}-p{period}-{end}"] = policy_from_mapping(
                 {**common, "verify_kv": kv, "scoring_heads": heads}
             )
     return found
@@ -261,7 +265,7 @@ def arguments(argv):
     for name, kind in (("model", str), ("draft", str), ("policy", Path), ("prompts", Path)):
         p.add_argument(f"--{name}", type=kind, help="of D3")
     p.add_argument("--workloads", nargs="+")
-    for name in ("batches", "budgets", "periods", "k"):
+    for name in ("batches", "budgets", "periods", "k", "windows"):
         p.add_argument(f"--{name}", nargs="+", type=int, help=f"default {FULL[name]}")
     for name in ("context", "new-tokens", "repeats", "needles"):
         p.add_argument(f"--{name}", type=int, help=f"default {FULL[name.replace('-', '_')]}")
@@ -284,7 +288,7 @@ def main(argv=None):
     if "D1" in a.cases:
         records += attention_case()
     if "D4" in a.cases:
-        records += forced_case(a.accepted)
+        records += forced_case(a.accepted, a.windows)
     if records:
         finish(records, a.out)
     if "D3" in a.cases:

@@ -12,7 +12,11 @@ MOST_KEYS = 1 << 24  # beyond any context
 DEFAULT_BUDGET, DEFAULT_WINDOW = 512, 16
 
 # Settings that only some kinds of drafter use; `none` uses and refuses none of draft_kv.
-DRAFTER_USES = {"weights": ("sparse_self",), "model": ("model", "eagle"), "ngram": ("lookup",), "tree": ("eagle",)}
+DRAFTER_USES = {
+    "weights": ("sparse_self",), "model": ("model", "eagle"), "ngram": ("lookup",), "tree": ("eagle",),
+    "window": ("model",),
+}  # fmt: skip
+WINDOW_SINK = 4  # first keys that a draft model with a window reads besides
 DRAFT_KV_USES = {
     "budget_frac": ("none", "sparse_self", "quest"),
     "decay": ("none", "sparse_self"),
@@ -60,6 +64,8 @@ class Drafter:
     weights: sparse_self; fp8 drafts with float8 copies of the weights, verification keeps the model's own, so that it
     stays lossless. model: model; where the drafting model comes from, as `load_model` takes it; eagle: the folder of
     the head. ngram: lookup; the most last tokens that are looked up, tokens. tree: eagle; None drafts a chain.
+    window: model; the last keys of its own that it reads, besides the first WINDOW_SINK (StreamingLLM), 0 for all; its
+    scoring heads look at all of them nonetheless.
     """
 
     kind: Literal["none", "sparse_self", "model", "lookup", "quest", "eagle"] = "sparse_self"
@@ -67,12 +73,13 @@ class Drafter:
     model: str = setting("", later=True)
     ngram: int = setting(3, low=1, high=16, later=True)
     tree: Tree | None = field(default=None, metadata={"later": True})
+    window: int = setting(0, low=0, high=MOST_KEYS, later=True)
 
     @property
     def label(self) -> str:
-        """Under which cost tables file it: the kind, whose or which weights it drafts with, and the tree's shape."""
+        """Under which cost tables file it: the kind, whose or which weights it drafts with, its window or tree."""
         weights = self.model or ("" if self.weights == "model" else self.weights)
-        shape = f"w{self.tree.width}-n{self.tree.nodes}" if self.tree else ""
+        shape = f"w{self.tree.width}-n{self.tree.nodes}" if self.tree else f"window{self.window}" if self.window else ""
         return "/".join(part for part in (self.kind, weights, shape) if part)
 
     @property

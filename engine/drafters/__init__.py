@@ -22,11 +22,11 @@ def draft_kv_of(sequences: Sequences, policy: Policy) -> DraftKV:
 
 def model_drafter(sequences: Sequences, policy: Policy) -> ModelDrafter:
     """A draft model, which keeps its scoring heads' attention if the policy verifies by it."""
-    kv = policy.verify_kv
+    kv, own = policy.verify_kv, policy.drafter
     if kv.lossless or kv.source not in LOOKAHEAD:
-        return ModelDrafter(sequences, policy.drafter.model)
+        return ModelDrafter(sequences, own.model, window=own.window)
     heads, most = policy.scoring_heads.by_layer("draft"), longest_draft(policy.controller)
-    return ModelDrafter(sequences, policy.drafter.model, heads=heads, most_drafts=most)
+    return ModelDrafter(sequences, own.model, window=own.window, heads=heads, most_drafts=most)
 
 
 def eagle_drafter(sequences: Sequences, policy: Policy) -> Eagle:

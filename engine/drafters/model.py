@@ -3,8 +3,8 @@
 The first step of a round feeds the last two committed tokens, the later ones the last draft. So a round that drafted
 leaves all keys the next one needs, however much was accepted: the last accepted draft may be missing, and is one of
 the two. After rounds without drafts `prepare` feeds what is missing. With scoring heads every step also leaves their
-attention to every key, for whoever verifies over a selection (Dustin's lookahead). Leaves out a budget: drafts read
-every key.
+attention to every key, for whoever verifies over a selection (Dustin's lookahead), and so it does with a window, though
+drafts then read the first keys and the last ones alone (StreamingLLM). Leaves out selections by score.
 """
 
 from collections.abc import Hashable
@@ -17,8 +17,11 @@ from torch import Tensor
 
 from specdial.engine.drafters.base import Draft, Proposal, propose
 from specdial.engine.sequences import Sequences
+from specdial.kernels import Backend
 from specdial.kernels.full_attention import full_attention
 from specdial.kernels.head_scores import head_scores
+from specdial.kernels.sparse_attention import HEAD_DIMS, SparseWorkspace, sparse_attention, workspace_for
+from specdial.policies.drafting import WINDOW_SINK
 from specdial.policies.errors import UserError
 
 CATCH_UP_ROWS = 16  # most missing tokens fed at once; no more than a cache holds
@@ -36,24 +39,35 @@ class ModelDrafter:
     """Drafts of the sequences by one of their companions."""
 
     def __init__(
-        self, sequences: Sequences, name: str, *, heads: dict[int, tuple[int, ...]] | None = None, most_drafts: int = 0
+        self,
+        sequences: Sequences,
+        name: str,
+        *,
+        window: int = 0,
+        heads: dict[int, tuple[int, ...]] | None = None,
+        most_drafts: int = 0,
     ) -> None:
-        """heads: scoring heads by layer, whose attention is kept for up to `most_drafts` steps a round.
+        """window: last keys to read, 0 for all. heads: scoring heads by layer, whose attention is kept for up to
+        `most_drafts` steps a round.
 
-        Raises ValueError without such a companion, UserError on prompts of one token.
+        Raises ValueError without such a companion, UserError on prompts of one token or heads that no window takes.
         """
         if name not in sequences.companions:
             raise ValueError(f"these sequences have no companion {name!r}")
         if int(sequences.prompt_tokens.min()) < 2:
             raise UserError("a draft model starts from two tokens, a prompt has one", "give a longer prompt")
-        self.s, self.own = sequences, sequences.companions[name]
+        self.s, self.own, self.window = sequences, sequences.companions[name], window
+        head_dim = self.own.decoder.config.head_dim
+        if window and head_dim not in HEAD_DIMS:
+            cause = f"a window takes head dimensions {list(HEAD_DIMS)}, draft model {name} has {head_dim}"
+            raise UserError(cause, "set window to 0", field="drafter.window")
         self.lookahead: Lookahead | None = None
         if heads:
             shape = (most_drafts, sequences.batch, self.own.cache.capacity_tokens)  # the target's capacity too
             device = sequences.decoder.device
             scores = sequences.lasting(("lookahead", shape), lambda: torch.zeros(shape, device=device))  # [K, B, S]
             self.lookahead = Lookahead(heads, scores)
-        self.key: Hashable = ("model", name, tuple(sorted((heads or {}).items())), most_drafts if heads else 0)
+        self.key: Hashable = ("model", name, window, tuple(sorted((heads or {}).items())), most_drafts if heads else 0)
 
     def prepare(self, limit: np.ndarray) -> None:
         """See Drafter: feed the tokens of rounds in between that did not draft.
@@ -71,7 +85,8 @@ class ModelDrafter:
 
     def begin(self, steps: int) -> Draft:
         """See Drafter."""
-        return ModelDraft(self.s, self.own, width=self.own.cache.width(steps + 2), lookahead=self.lookahead)
+        width = self.own.cache.width(steps + 2)
+        return ModelDraft(self.s, self.own, width=width, window=self.window, lookahead=self.lookahead)
 
     def _catch_up(self, ends: np.ndarray, missing: int) -> None:
         """Feed the `missing` committed tokens ahead of ends [B], of every sequence alike: again where it has them.
@@ -95,9 +110,11 @@ class ModelDrafter:
 class ModelDraft:
     """Lanes are the sequences of a batch."""
 
-    def __init__(self, sequences: Sequences, own: Sequences, *, width: int, lookahead: Lookahead | None) -> None:
-        """width: keys to read of the companion's. lookahead: to leave each step's scores in."""
-        self.s, self.own, self.width, self.lookahead = sequences, own, width, lookahead
+    def __init__(
+        self, sequences: Sequences, own: Sequences, *, width: int, window: int, lookahead: Lookahead | None
+    ) -> None:
+        """width: keys to read of the companion's, without a window. lookahead: to leave each step's scores in."""
+        self.s, self.own, self.width, self.window, self.lookahead = sequences, own, width, window, lookahead
 
     def step(self, depth: int, tokens: Tensor) -> Proposal:
         """See Draft."""
@@ -108,6 +125,7 @@ class ModelDraft:
         kept = self.lookahead
         if kept is not None:
             kept.scores[depth].zero_()
+        recent = Recent.of(own, fed, lengths, self.window) if self.window else None
 
         def attend(layer: int, q: Tensor) -> Tensor:
             if kept is not None and layer in kept.heads:
@@ -115,10 +133,46 @@ class ModelDraft:
                     q[:, fed.shape[1] - 1 : fed.shape[1]], own.cache.layer(layer)[0], ahead, kept.heads[layer],
                     backend=own.backend, out=kept.scores[depth],
                 )  # fmt: skip
+            if recent is not None:
+                return recent.attend(q, *own.cache.layer(layer))
             return full_attention(q, *own.cache.view(layer, self.width), lengths, backend=own.backend)[0]
 
         logits = own.forward_rows(known(fed, own), lengths, attend)[:, -1]  # [B, V of the companion]
         return propose(of_width(logits, s.decoder.config.vocab), s.backend)
+
+
+@dataclass(frozen=True, slots=True)
+class Recent:
+    """The first WINDOW_SINK and the last `window` keys of every sequence, and attention over them."""
+
+    indices: Tensor  # [B, Hk, C] int32
+    counts: Tensor  # [B]
+    lengths: Tensor  # [B]
+    backend: Backend
+    workspace: SparseWorkspace | None
+
+    @classmethod
+    def of(cls, own: Sequences, fed: Tensor, lengths: Tensor, window: int) -> "Recent":
+        """fed: tokens [B, T] that come behind lengths [B] keys."""
+        slots = torch.arange(WINDOW_SINK + window, device=lengths.device)  # [C]
+        skipped = (lengths - window - WINDOW_SINK).clamp(min=0)[:, None]  # [B, 1], between the first and the last
+        chosen = torch.where(slots < WINDOW_SINK, slots, slots + skipped).to(torch.int32)  # [B, C]
+        c = own.decoder.config
+        indices = chosen[:, None].expand(-1, c.kv_heads, -1)
+        workspace = None
+        if own.backend == "triton":
+            q = torch.empty(
+                *fed.shape, c.heads, c.head_dim, dtype=own.decoder.dtype, device=fed.device
+            )  # of this shape
+            workspace = workspace_for(q, own.cache.layer(0)[0], indices)
+        return cls(indices, lengths.clamp(max=WINDOW_SINK + window), lengths, own.backend, workspace)
+
+    def attend(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """Attention of q [B, T, H, D], whose own keys are in the cache already."""
+        return sparse_attention(
+            q, keys, values, self.indices, self.counts, tail_start=self.lengths, lengths=self.lengths,
+            backend=self.backend, workspace=self.workspace,
+        )  # fmt: skip
 
 
 def known(tokens: Tensor, own: Sequences) -> Tensor:

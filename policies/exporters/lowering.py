@@ -163,6 +163,8 @@ def _variant(
         return Length(0, "dropped", "no speculation", said=False), [("drafter", "dropped", note)]
     elif variant.drafter.tree and not drafter.tree:
         rows.append(("drafter.tree", "dropped", "drafts a chain"))
+    elif variant.drafter.window:
+        rows.append(("drafter.window", "dropped", "the draft model reads every key"))
     if variant.drafter.reads_selection:
         rows.append(("draft_kv", "dropped", "drafts over a selection of keys"))
     if not variant.verify_kv.lossless:

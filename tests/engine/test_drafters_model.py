@@ -14,6 +14,7 @@ from specdial.engine.memory import predict
 from specdial.engine.sampling import Sampling
 from specdial.engine.sequences import Sequences
 from specdial.engine.tokenizer import Tokenizer
+from specdial.policies.drafting import WINDOW_SINK
 from specdial.policies.errors import UserError
 from specdial.policies.schema import policy_from_mapping
 
@@ -156,3 +157,57 @@ def test_the_same_tokens_written_differently_are_the_same_tokenizer(tiny_model):
     other = Tokenizer(ours._backend, digest="other")
     assert other.same_ids(ours)
     assert not Tokenizer.of_bytes().same_ids(ours)
+
+
+WIDE = {"head_dim": 64, "num_hidden_layers": 2}
+
+
+def windowed(window, **more):
+    drafter = {"kind": "model", "model": "draft", "window": window}
+    return policy_from_mapping({"drafter": drafter, "controller": {"kind": "fixed", "k": 3}, **more})
+
+
+def rounds_of(s, chosen):
+    return [r.drafts.tolist() for r in Decoding(s, chosen, Sampling(), [0, 1, 2]).rounds()]
+
+
+def test_a_window_that_holds_everything_changes_no_draft(tiny_model):
+    target, draft = tiny_model("llama").decoder, tiny_model("qwen2", seed=3, **WIDE).decoder
+    expected, found = (rounds_of(sequences(target, draft), windowed(window)) for window in (0, 400))
+    assert found == expected
+
+
+def test_a_draft_model_with_a_window_reads_its_first_and_last_keys_alone(tiny_model):
+    """Keys in between may be anything, and drafts still say what the window lets them see."""
+    target, draft = tiny_model("llama").decoder, tiny_model("qwen2", seed=3, **WIDE).decoder
+    window, seen = 24, []
+    for poisoned in (False, True):
+        s = sequences(target, draft)
+        decoding = Decoding(s, windowed(window), Sampling(), [0, 1, 2])
+        own = s.companions["draft"].cache
+        if poisoned:
+            for b, prompt in enumerate(PROMPTS):
+                end = max(len(prompt) - 2 - window, WINDOW_SINK)  # the first step reads the keys before the last two
+                own.k[:, b, :, WINDOW_SINK:end] = own.v[:, b, :, WINDOW_SINK:end] = float("nan")
+        seen.append([r.drafts.tolist() for r in decoding.rounds()])
+    assert seen[0] == seen[1]
+    assert seen[0] != rounds_of(sequences(target, draft), windowed(0))
+
+
+def test_what_is_decoded_with_a_window_is_what_the_target_says(tiny_model):
+    target, draft = tiny_model("llama").decoder, tiny_model("qwen2", seed=3, **WIDE).decoder
+    texts = []
+    for chosen in (policy_from_mapping({"controller": {"kind": "none"}}), windowed(16)):
+        s = sequences(target, draft)
+        for _ in Decoding(s, chosen, Sampling(), [0, 1, 2]).rounds():
+            pass
+        texts.append([list(t) for t in s.tokens])
+    assert texts[0] == texts[1]
+
+
+def test_windows_are_for_draft_models_with_heads_that_the_kernel_takes(tiny_model):
+    with pytest.raises(UserError, match=r"drafter\.window is 8, which drafter sparse_self does not use"):
+        policy_from_mapping({"drafter": {"kind": "sparse_self", "window": 8}})
+    target = tiny_model("llama").decoder
+    with pytest.raises(UserError, match=r"a window takes head dimensions \[64, 128\], draft model draft has 16"):
+        Decoding(sequences(target, tiny_model("qwen2", seed=3).decoder), windowed(8), Sampling(), [0, 1, 2])
