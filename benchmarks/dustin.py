@@ -159,8 +159,7 @@ def chance_of(accepted, k):
 
 
 def entries(a):
-    """{name: policy}: plain, the draft model verified in full, and partially for every budget and full period: for every k and window
-    of the draft model."""
+    """{name: policy}: plain, and for every k and window of the draft model full verification and partial ones."""
     tuned = load_policy(a.policy) if a.policy else None
     heads = (
         {name: [list(head) for head in getattr(tuned.scoring_heads, name)] for name in ("target", "draft")}
