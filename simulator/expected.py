@@ -7,6 +7,7 @@ from specdial.simulator.costs import CostModel
 from specdial.simulator.lanes import Record
 from specdial.simulator.load import caveats
 from specdial.simulator.outcome import Outcome
+from specdial.simulator.tuned_on import thinned, tuned_on
 
 NAMES = (
     *("speedup", "low", "high", "level", "tokens_per_round", "alpha", "gamma", "k", "budget", "batch"),
@@ -24,4 +25,5 @@ def expected_block(outcome: Outcome, record: Record, costs: CostModel, *, split:
         "hardware": costs.meta.get("hardware"),
         "costs": "the trace's own rounds" if costs.own_rounds else "cost table",
         "caveats": caveats(record.trace, costs),
+        "tuned_on": to_plain(thinned(tuned_on(record, costs, outcome.policy, None, outcome.batch))),
     }

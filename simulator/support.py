@@ -18,6 +18,7 @@ import numpy as np
 import pyarrow.compute as pc
 
 from specdial.engine.trace.schema import PARTIAL
+from specdial.policies.controllers import CONTROLLERS
 from specdial.policies.fields import parse, to_plain
 from specdial.policies.file import policy_digest
 from specdial.policies.schema import Drafter, Policy, policy_from_mapping
@@ -42,6 +43,9 @@ class Support:
 
 def support(record: Record, policy: Policy, batch: int = 1) -> Support:
     """Judge one policy against a record, documents decoding `batch` at a time."""
+    told = record.trace.meta.get("imported", {}).get("signals", True)
+    if not told and any(CONTROLLERS[v.controller.kind][1].adaptive for v in policy.variants() if v.k_max):
+        return _refused("the logs that were imported do not say how sure each draft was: use controller fixed")
     if policy.kv.where == "host":
         return _refused("its keys live in host memory, and costs are of keys on the device: validate measures it")
     partial = PARTIAL in pc.unique(record.trace.rounds["mode"]).to_pylist()
