@@ -8,8 +8,7 @@ rows, and the next place is reached in full. In every round the policy's drafter
 
 Cost: an arm takes places x rounds x (k draft steps and one partial verification) a document; full verification takes
 as much once. Leaves out a batch, drafter eagle (whose hidden states come from rounds), and the recall of page_bound,
-which chooses inside the pass, and verify_kv.refresh=full. A selection that a drafter keeps for several rounds is chosen
-anew at every place.
+which chooses inside the pass. A selection that a drafter keeps for several rounds is chosen anew at every place.
 """
 
 from dataclasses import dataclass, field
@@ -70,8 +69,6 @@ def probe_arms(policy: Policy, probing: Probing) -> list[Policy]:
     if policy.k_max == 0 or any(v.drafter.kind == "eagle" for v in policy.variants()):
         raise UserError("probes=true takes a policy that drafts, and not by an EAGLE head", "record another policy")
     base = policy.verify_kv if policy.verify_kv.mode == "partial" else VerifyKV(mode="partial")
-    if base.refresh != "round":
-        raise UserError(f"probes=true and verify_kv.refresh={base.refresh}", "probe selections chosen in every round")
     heads = policy.scoring_heads or probing.scoring_heads
     arms = []
     for source in probing.sources:
@@ -108,7 +105,7 @@ def arms_meta(arms: list[Policy]) -> list[dict[str, Any]]:
 def record_probes(s: Sequences, tokens: list[int], arms: list[Policy], probing: Probing) -> dict[str, Any]:
     """Columns of the `probes` table without doc, of one text, sorted by position and arm.
 
-    tokens: the text, of which `s` holds the prompt and maybe more; it is used as scratch and left rewound to the prompt.
+    tokens: the text, of which `s` holds the prompt at least; it is used as scratch and left rewound to the prompt.
     """
     if s.batch != 1:
         raise ValueError("probes take sequences one at a time")
@@ -160,14 +157,17 @@ class _Walk:
         if arm.verify_kv.source != "page_bound":
             lookahead = None if kept is None else kept.scores
             choose = Chooser(s, arm.verify_kv, lookahead=lookahead, queries=decoding.queries)
-        said = []
+        said: list[Said] = []
+        selection: Selection | None = None
         for number in range(self.probing.rounds):
             at = n + number * self.width
             self._hold(at)
             drafts = self._drafts(decoding, at)
             counts = torch.full((1,), k, device=s.decoder.device)  # [B]
-            selection = None if choose is None else choose(counts)
-            plan = Plan(partial=True, since_full=number + 1)
+            chooses = number == 0 or arm.verify_kv.refresh == "round"
+            if choose is not None and chooses:
+                selection = choose(counts)
+            plan = Plan(partial=True, since_full=number + 1, chooses=chooses)
             verification.prepare(plan)
             block = verification.block(self._block(at, self.width), plan, k=counts, padded=True, rows=True)
             verification.settled(block, counts + 1)

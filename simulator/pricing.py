@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from specdial.engine.trace.sources import policy_source
-from specdial.policies.schema import Policy
+from specdial.policies.schema import Policy, VerifyKV
 from specdial.simulator.costs import CostModel, CostRefusedError
 
 Floats = npt.NDArray[np.float64]
@@ -31,7 +31,8 @@ class Setting:
     beside it because they were committed since: half the output where it was chosen at prefill, their mean over the
     rounds, else taken as none. page: keys that share a summary (quest), else 0.
     source: the label of a lossy policy's partial verification, "" for a lossless policy. verified_keys: keys that this
-    variant's partial rounds verify over. partial: of those rounds, not of its full ones.
+    variant's partial rounds verify over, those committed since a kept selection was chosen taken as none. partial: of
+    those rounds, not of its full ones. choosing_frac: of them, those that choose keys.
     """
 
     plain: bool
@@ -44,6 +45,7 @@ class Setting:
     source: str = ""
     verified_keys: int = 0
     partial: bool = False
+    choosing_frac: float = 1.0
 
     @classmethod
     def of(
@@ -67,6 +69,7 @@ class Setting:
             source=policy_source(policy),
             verified_keys=variant.verify_kv.keys.budget if partial else 0,
             partial=partial,
+            choosing_frac=_choosing_frac(variant.verify_kv) if partial else 1.0,
         )
 
     def draft_keys(self, context_tokens: Floats) -> Floats:
@@ -80,6 +83,13 @@ class Setting:
     def verify_kv_tokens(self, context_tokens: Floats) -> Floats:
         """Cached tokens of keys and values that a verification reads at each context."""
         return np.minimum(self.verified_keys, context_tokens) if self.partial else context_tokens
+
+
+def _choosing_frac(verify_kv: VerifyKV) -> float:
+    """Of a variant's partial rounds, those that choose keys: the first of every period where they are kept."""
+    if verify_kv.refresh == "round":
+        return 1.0
+    return 1.0 / (verify_kv.full_period - 1) if verify_kv.full_period > 1 else 0.0
 
 
 def depends_on_document(policy: Policy) -> bool:
@@ -217,7 +227,7 @@ def _round(setting: Setting, k: int) -> tuple[tuple[int, str, float, int, int], 
     keys = setting.verified_keys
     return (
         *drafting,
-        (SELECT, "select_partial", 1, 0, keys),
+        (SELECT, "select_partial", setting.choosing_frac, 0, keys),
         (VERIFY_PARTIAL, "verify_partial", 1, k, keys),
         (HOST, "host_partial", 1, k, 0),
     )

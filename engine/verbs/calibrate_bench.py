@@ -68,7 +68,7 @@ class Bench:
             samples = full
             if plan.source:
                 verified = {key: values for key, values in full.items() if key[0] in ("verify", "host")}
-                samples = _apart({**verified, **partial[plan.source]}, max(self.settings.ks))
+                samples = _apart({**verified, **partial[plan.source]}, max(self.settings.ks), chosen=not plan.keeps)
             rows += [self._row(plan.source, key, context, values) for key, values in samples.items()]
         return rows
 
@@ -229,12 +229,15 @@ def _choose_pages(s: Sequences, policy: Policy, k: int) -> None:
         )  # fmt: skip
 
 
-def _apart(samples: Samples, most: int) -> Samples:
-    """Samples with the terms of partial verification apart. most: the k of rounds that recompute rows."""
+def _apart(samples: Samples, most: int, *, chosen: bool) -> Samples:
+    """Samples with the terms of partial verification apart. most: the k of rounds that recompute rows.
+
+    chosen: the partial rounds that were timed chose their keys.
+    """
     taken: Samples = {}
     for (op, k, budget), values in samples.items():
         less = 0.0
-        if op == "verify_partial":
+        if op == "verify_partial" and chosen:
             less = float(np.median(samples["select_partial", 0, budget]))
         if op == "refresh":
             less = float(np.median(samples["verify", most, 0]) + np.median(samples["host", most, 0]))

@@ -68,6 +68,11 @@ class Plan:
         return [*self.policies.values(), *self.partial.values(), *self.refresh.values()]
 
     @property
+    def keeps(self) -> bool:
+        """Do partial rounds keep their selection? Those that are timed then choose none."""
+        return any(policy.verify_kv.refresh == "full" for policy in self.partial.values())
+
+    @property
     def verify_budgets(self) -> tuple[int, ...]:
         return tuple(dict.fromkeys(keys for _, _, keys in self.partial))
 
@@ -107,10 +112,8 @@ def plans_of(s: Settings) -> list[list[Plan]]:
 
 def _check_partial(s: Settings) -> None:
     s.verify_kv.check("verify_kv")
-    for name, only in (("full_period", 1), ("refresh", "round")):
-        if getattr(s.verify_kv, name) != only:
-            remedy = "replay prices it" if name == "full_period" else "a selection that is kept is not priced"
-            raise UserError(f"verify_kv.{name} is {getattr(s.verify_kv, name)}", f"leave it at {only}: {remedy}")
+    if s.verify_kv.full_period != 1:
+        raise UserError(f"verify_kv.full_period is {s.verify_kv.full_period}", "leave it at 1: replay prices it")
     if s.verify_kv.mode == "full":
         for name in ("sources", "verify_budgets"):
             if getattr(s, name):

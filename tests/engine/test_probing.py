@@ -1,5 +1,7 @@
 """Probes: what they say of a partial verification is what a lossy decoding of the same text has from its rounds."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -74,6 +76,20 @@ def test_every_arm_at_the_first_place_is_the_first_round_of_its_policy(decoder):
         else:
             assert max(row["kl_nats"] for row in mine) > 1e-3
             assert all(0.0 < row["arr"] < 1.0 for row in mine)
+
+
+def test_a_kept_selection_is_the_first_rounds(decoder):
+    """It differs from a new one only from the second round on."""
+    probing = dataclasses.replace(TINY, sources=("history",), budgets=(16,), places=1)
+    found = []
+    for refresh in ("round", "full"):
+        arms = probe_arms(lossy(budget=16, refresh=refresh), probing)
+        s = decoded(decoder, LOSSLESS, arms)
+        found.append(record_probes(s, list(s.tokens[0]), arms, probing))
+    anew, kept = found
+    first = probing.k + 1
+    assert anew["kl_nats"][:first] == pytest.approx(kept["kl_nats"][:first], abs=1e-6)
+    assert anew["kl_nats"][first:] != pytest.approx(kept["kl_nats"][first:], abs=1e-6)
 
 
 def test_record_files_arms_beside_the_policy_itself(tiny_checkpoint, shared, tmp_path):

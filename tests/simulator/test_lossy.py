@@ -18,6 +18,7 @@ from specdial.policies.schema import ScoringHeads, VerifyKV
 from specdial.simulator.costs import CostModel
 from specdial.simulator.fidelity import Model, predict
 from specdial.simulator.lanes import read_record
+from specdial.simulator.pricing import Setting
 from specdial.simulator.replay import replay
 from specdial.simulator.synthetic import Shape, cost_us, write_trace
 from specdial.simulator.verbs import replay as replay_verb
@@ -253,6 +254,13 @@ def test_replay_shows_lossy_policies_apart_and_writes_what_it_predicts(tmp_path,
     saved = load_policy(tmp_path / "out" / "policies" / "lossy.yaml")
     assert saved.expected["fidelity"] == written["outcomes"][1]["fidelity"]
     assert sorted(path.stem for path in (tmp_path / "out" / "policies").iterdir()) == ["exact", "lossy"]
+
+
+@pytest.mark.parametrize(("period", "frac"), [(2, 1.0), (5, 0.25), (0, 0.0)])
+def test_a_kept_selection_is_chosen_once_a_period(policy, period, frac):
+    one = policy("fixed", controller={"k": 4}, verify_kv={**partial(period), "refresh": "full"})
+    assert Setting.of(one, one, 400, partial=True).choosing_frac == frac
+    assert Setting.of(one, one, 400, partial=True).source == "history-kept"
 
 
 def test_labels_of_sources_tell_costs_apart():
