@@ -32,8 +32,10 @@ soak: $(VENV)/.installed-dev
 	OMP_NUM_THREADS=1 $(BIN)/python tests/soak/kill.py --kills 100
 	OMP_NUM_THREADS=1 $(BIN)/python tests/soak/soak.py --rounds 10000
 
+# With atheris where it is installed.
 fuzz: $(VENV)/.installed-dev
-	OMP_NUM_THREADS=1 $(BIN)/python tests/soak/fuzz.py --inputs 100000
+	OMP_NUM_THREADS=1 $(BIN)/python tests/soak/$$($(BIN)/python -c 'import atheris' 2>/dev/null && echo guided || echo fuzz).py \
+		--inputs 100000
 
 mutation: $(VENV)/.installed-dev
 	OMP_NUM_THREADS=1 $(BIN)/python tests/soak/mutation.py --faults 60
@@ -51,7 +53,7 @@ $(BIN)/python:
 # An install is done once, and again when pyproject.toml changes.
 $(VENV)/.installed: pyproject.toml | $(BIN)/python
 	@echo 'installing specdial into $(VENV): a few minutes the first time'
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e .
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[report]'
 	@touch $@
 
 $(VENV)/.installed-dev: pyproject.toml | $(BIN)/python

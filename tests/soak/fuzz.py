@@ -1,8 +1,8 @@
 """Damaged and hostile files for every reader: each gives what was meant or a UserError of one line, and nothing else.
 
 Nothing else means: no other exception, no process started, no connection, no file written but by this script, no
-memory beyond LIMIT_BYTES. With atheris the edits follow what the readers' code does; without it they are Hypothesis's
-or chance. The last line on standard output is one JSON document with the counts.
+memory beyond LIMIT_BYTES. Edits are drawn by chance; guided.py lets them follow what the readers' code does. The last
+line on standard output is one JSON document with the counts.
 
     python tests/soak/fuzz.py --inputs 100000
 """
@@ -28,7 +28,7 @@ import torch
 from _edits import edited, reshaped
 from _tiny import CONFIG, tiny_model
 from gguf.quants import quantize
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from specdial.engine.eagle_training import new_head
 from specdial.engine.models.config import ModelConfig
@@ -73,7 +73,7 @@ def targets(folder: Path) -> dict[str, Target]:
     save_head(eagle, new_head(model.decoder, torch.arange(200), seed=0))
     shutil.copytree(eagle, bins)
     (bins / "model.safetensors").unlink()
-    torch.save({"norm.weight": torch.ones(64), "d2t": torch.arange(4)}, bins / "pytorch_model.bin")
+    torch.save(load_file(eagle / "model.safetensors"), bins / "pytorch_model.bin")
     write_trace(folder / "trace", Shape(documents=2, new_tokens=12))
     write_synthetic_costs(folder / "costs", (256, 512), (1,), Shape())
     kv = {"budget": 64, "sink": 2, "recent": 8}
@@ -237,16 +237,12 @@ def by_atheris(target: Target, inputs: int, seed: int) -> Counter[str]:
     return found
 
 
-def main() -> None:
+def main(run: Callable[[Target, int, int], Counter[str]] = by_chance) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--inputs", type=int, default=100_000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", default="", help="the name of one target")
-    parser.add_argument("--by", choices=("auto", "atheris", "chance"), default="auto")
     options = parser.parse_args()
-    by = options.by
-    if by == "auto":
-        by = "atheris" if "atheris" in sys.modules else "chance"
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -257,14 +253,20 @@ def main() -> None:
             for label, target in found.items():
                 inputs = -(-options.inputs * target.share // total)
                 print(f"{label}: {inputs} inputs", file=sys.stderr, flush=True)
-                run = by_atheris if by == "atheris" else by_chance
                 counts[label] = run(target, inputs, options.seed)
                 target.path.write_bytes(target.seed)
     inputs = sum(sum(c.values()) for c in counts.values())
     faults = {f"{label}: {what}": n for label, c in counts.items() for what, n in c.items() if what not in FINE}
     faults |= {f"a file made its reader do this: {deed}": 1 for deed in deeds}
     counts = {label: {what: c[what] for what in FINE} for label, c in counts.items()}
-    result = {"id": "fuzz", "inputs": inputs, "by": by, "seed": options.seed, "targets": counts, "faults": faults}
+    result = {
+        "id": "fuzz",
+        "inputs": inputs,
+        "by": run.__name__,
+        "seed": options.seed,
+        "targets": counts,
+        "faults": faults,
+    }
     print(json.dumps(result))
     sys.exit(1 if faults else 0)
 
