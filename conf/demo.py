@@ -6,6 +6,7 @@ A second call with the same settings uses the trace and the costs on disk as the
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,10 +21,11 @@ from specdial.policies.errors import UserError
 from specdial.policies.fields import parse, setting, to_plain
 from specdial.policies.file import load_policy, policy_digest
 from specdial.policies.schema import DraftKV, Policy, plain_policy
-from specdial.simulator.verbs import tune
+from specdial.simulator.verbs import report, tune
 
 PROMPT = "Once upon a time, in a small house by the sea,"
-FILES = {"trace", "costs", "study", "policy.yaml", "validation"}  # what a demo leaves in its directory
+PAGE = "report.html"
+FILES = ("trace", "costs", "study", "policy.yaml", "validation", PAGE, "report.trace.json")  # what a demo leaves
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +113,10 @@ def run(settings: Mapping[str, Any]) -> dict[str, Any]:
             "out": str(out / "validation"),
         },
     )
+    if find_spec("plotly"):
+        step("report: all of it on one page", report.run, {"runs": str(out), "out": str(out / PAGE)})
+    else:
+        print(f"\nno {PAGE}: plots need the extra report (pip install 'specdial[report]')")
     rows = {row["policy_digest"]: row for row in validated["policies"]}
     _print(policies, rows, tuned, out)
     return {"policies": validated["policies"], "pays": tuned["pays"], "seconds": time.monotonic() - started_s}
@@ -144,4 +150,4 @@ def _print(policies: list[Policy], rows: dict[str, dict[str, Any]], tuned: dict[
             f"{crossover['speedup']:.2f}x. It would break even at gamma {crossover['gamma_needed']:.2f} "
             f"(measured {crossover['gamma']:.2f}) with its alpha of {crossover['alpha']:.2f}."
         )
-    console.print(f"On disk under {out}: trace, costs, study, policy.yaml, validation", soft_wrap=True)
+    console.print(f"On disk under {out}: {', '.join(name for name in FILES if (out / name).exists())}", soft_wrap=True)

@@ -16,7 +16,7 @@ from specdial.kernels.rope_cache.reference import rope_and_cache_reference
 from specdial.kernels.sparse_attention.reference import sparse_attention_reference
 from specdial.kernels.sparse_attention.workspace import SparseWorkspace
 
-__all__ = ["SparseWorkspace", "rotate_and_attend", "sparse_attention", "workspace_for"]
+__all__ = ["HEAD_DIMS", "SparseWorkspace", "rotate_and_attend", "sparse_attention", "workspace_for"]
 
 HEAD_DIMS = (64, 128)
 MAX_SLAB_ELEMENTS = 2**31  # offsets inside one head's keys are int32

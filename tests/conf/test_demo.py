@@ -44,6 +44,8 @@ def test_the_whole_loop(cli, model, tmp_path):
     if not study["pays"]:
         assert best.k_max == 0
         assert "Speculation does not pay here" in result.out
+    page = (out / "report.html").read_text()
+    assert trace.meta["model"]["digest"][:12] in page
     trained_on = {d["name"] for d in trace.meta["documents"]}
     assert not trained_on & {d["name"] for d in validation["documents"]}
 
