@@ -28,7 +28,7 @@ def print_lossy(outcomes: Sequence[Outcome], title: str) -> None:
             _number(o.tokens_per_round, 2),
             _number(o.us_per_token, 0),
             *(("-",) * 4 if found is None else (
-                _range(found.kl_nats, 4), _range(found.top1_agreement, 3), _range(found.arr, 3),
+                _range(found.kl_nats, ".2g"), _range(found.top1_agreement, ".0%"), _range(found.arr, ".0%"),
                 f"{found.partial_frac:.0%}",
             )),
         )  # fmt: skip
@@ -64,5 +64,5 @@ def _number(value: float | None, digits: int) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
 
 
-def _range(found: Bounded | None, digits: int) -> str:
-    return "-" if found is None else f"{found.value:.{digits}f} [{found.low:.{digits}f}-{found.high:.{digits}f}]"
+def _range(found: Bounded | None, form: str) -> str:
+    return "-" if found is None else f"{found.value:{form}} \\[{found.low:{form}}-{found.high:{form}}]"
