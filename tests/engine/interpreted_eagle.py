@@ -14,7 +14,7 @@ from specdial.policies.schema import policy_from_mapping
 DRAFTER, FIXED = {"kind": "eagle", "model": "head"}, {"kind": "fixed", "k": 3}
 CHAIN = policy_from_mapping({"drafter": DRAFTER, "controller": FIXED})
 TREE = policy_from_mapping(
-    {"drafter": {**DRAFTER, "tree": {"width": 3, "nodes": 8}}, "controller": {"kind": "fixed", "k": 2}}
+    {"drafter": {**DRAFTER, "tree": {"width": 2, "nodes": 4}}, "controller": {"kind": "fixed", "k": 2}}
 )
 
 

@@ -198,9 +198,7 @@ def trees(decoding, depth):
 
 
 TREES = {
-    "narrow": ({"width": 3, "nodes": 7}, {}),
-    "wide": ({"width": 8, "nodes": 40}, {}),
-    "shallow": ({"width": 6, "nodes": 6}, {}),
+    "wide": ({"width": 8, "nodes": 30}, {}),
     "unpruned": ({"width": 2, "nodes": 60}, {}),
     "corrected": ({"width": 4, "nodes": 12}, {"verify_kv": {"mode": "partial", "source": "recent", "full_period": 1}}),
     "gaps": ({"width": 4, "nodes": 12}, {"cells": [SILENT]}),
@@ -310,7 +308,7 @@ def test_the_folder_of_the_head_must_be_named():
 )
 def test_fused_passes_leave_a_head_what_plain_ones_do(decoder, head, monkeypatch, most_rows, tree):
     """Few rows and many, on references: the same drafts, accepted alike."""
-    s = sequences(decoder, head)
+    s = sequences(decoder, head, limits=[12, 15, 9])
     tokens, rounds = decode(s, policy(tree=tree))
     monkeypatch.setattr("specdial.engine.sequences.MAX_ROWS", most_rows)
     monkeypatch.setattr(KVCache, "on_gpu", property(lambda cache: True))
