@@ -308,7 +308,7 @@ def test_the_folder_of_the_head_must_be_named():
 )
 def test_fused_passes_leave_a_head_what_plain_ones_do(decoder, head, monkeypatch, most_rows, tree):
     """Few rows and many, on references: the same drafts, accepted alike."""
-    s = sequences(decoder, head, limits=[12, 15, 9])
+    s = sequences(decoder, head)
     tokens, rounds = decode(s, policy(tree=tree))
     monkeypatch.setattr("specdial.engine.sequences.MAX_ROWS", most_rows)
     monkeypatch.setattr(KVCache, "on_gpu", property(lambda cache: True))
