@@ -50,17 +50,29 @@ class Selection:
     oldest: int
     probes: int
 
-    def kept(self, budget: int, ages: int) -> Floats:
-        """[ages + 1] chance that a draft which full verification accepts is accepted at each age; 1 at age 0.
-
-        Where no drafts were probed, and where partial verification accepted more, it is 1.
-        """
-        kept = np.ones(ages + 1)
+    def changes(self, budget: int, ages: int) -> "Changes":
+        """How partial rounds accept, by age from 0 (full) to `ages`; nothing changes where no drafts were probed."""
+        kept, lifted, accepted = np.ones(ages + 1), np.zeros(ages + 1), np.ones(ages + 1)
         if "draft" in self.curves and "full_draft" in self.curves:
             age = np.minimum(np.arange(1.0, ages + 1.0), self.oldest)
             ours, full = (1.0 - self.curves[name].error(float(budget), age)[0] for name in ("draft", "full_draft"))
             kept[1:] = np.minimum(ours / np.maximum(full, 1e-6), 1.0)
-        return kept
+            lifted[1:] = np.maximum(ours - full, 0.0) / np.maximum(1.0 - full, 1e-6)
+            accepted[1:] = ours
+        return Changes(kept, lifted, accepted)
+
+
+@dataclass(frozen=True, slots=True)
+class Changes:
+    """What partial verification makes of drafts, by rounds since full verification, [ages + 1] each.
+
+    kept: the chance that it accepts a draft that full verification accepts. lifted: one that full verification rejects,
+    as a drafter does that reads much the same keys; accepted: any draft, its predecessors accepted.
+    """
+
+    kept: Floats
+    lifted: Floats
+    accepted: Floats
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,7 +53,7 @@ class Record:
     accept_prob: [K, cells] when decoding was sampled, else None. policy_digest: of the policy that was recorded.
     age: [rows] rounds since the scores were made by which a place's round chose its keys, None where all are 0.
     fidelity: what probes say of partial verification, None without any. log_luck: [rows] log of a uniform draw a place,
-    that partial verification thins acceptance by; None until `with_luck`.
+    by which partial verification changes what is accepted; None until `with_luck`.
     """
 
     trace: Trace

@@ -83,7 +83,7 @@ def rounds(
 
     arms[p][v]: index of the recorded arm that variant v of policy p drafts with (any, where it never drafts).
     documents are taken in consecutive groups of `batch`, which only the cells of a policy can feel here. Partial
-    verification accepts what full verification would, thinned by the fidelity model where the record has draws for it.
+    verification accepts what full verification would, changed by the fidelity model where the record has draws for it.
     """
     count = len(documents)
     start, end, requested, offset = (
@@ -92,9 +92,9 @@ def rounds(
     )
     blocks = _blocks(record, policies, arms, count)
     cells = _Cells.of(policies, count, batch)
-    thinning = None if record.log_luck is None else record.fidelity
+    model = None if record.log_luck is None else record.fidelity
     lossy = any(not policy.lossless for policy in policies)
-    schedule = Schedule(policies, count, thinning) if lossy else None
+    schedule = Schedule(policies, count, model) if lossy else None
     verified: Verified | None = None
     position = start.copy()
     width = max(len(record.arms), 1)
@@ -127,10 +127,9 @@ def rounds(
         accepted = np.minimum(record.run.take(arm_cell), k)
         if schedule is not None:
             verified = schedule.next(variant)
-            if thinning is not None and record.log_luck is not None:
-                accepted = np.minimum(
-                    accepted, schedule.survives(verified, variant, record.log_luck[first_cell // width])
-                )
+            if model is not None and record.log_luck is not None:
+                luck = record.log_luck[first_cell // width]
+                accepted = np.minimum(schedule.accepted(verified, variant, record.run.take(arm_cell), luck), k)
         emitted = np.where(active, np.minimum(accepted + 1, end - position), 0)
         for block, live in zip(blocks, lives, strict=True):
             if live.any():

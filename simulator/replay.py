@@ -99,7 +99,7 @@ def _judge(record: Record, policies: Sequence[Policy], batch: int, seed: int) ->
     ]
     complete = with_budgets(imputed(record, seed), wanted, seed)
     lossy = any(not policy.lossless for policy in policies)
-    recorded_lossy = PARTIAL in pc.unique(record.trace.rounds["mode"]).to_pylist()  # its acceptance is thinned already
+    recorded_lossy = PARTIAL in pc.unique(record.trace.rounds["mode"]).to_pylist()  # it shows what they accept
     return (with_luck(complete, seed) if lossy and not recorded_lossy else complete), renamed
 
 

@@ -1,8 +1,8 @@
 """Which rounds verify partially, and what they leave to correct: the engine's schedule for many sequences at once.
 
 A round is partial where its variant verifies partially and the full period is not up; a full one recomputes what
-partial rounds committed since the last. Leaves out what any of it costs (pricing) and what is accepted then: chances
-of that come from the fidelity model, one draw a place of the text, the same for every policy.
+partial rounds committed since the last. What partial rounds accept is what full ones would, changed by the chances of
+the fidelity model, one draw a place of the text, the same for every policy. Leaves out what any of it costs (pricing).
 """
 
 from collections.abc import Sequence
@@ -33,13 +33,14 @@ class Schedule:
     """Counts of `count` documents under each policy, sequences policy-major."""
 
     def __init__(self, policies: Sequence[Policy], count: int, model: Model | None) -> None:
-        """model: thins what full verification accepts; None leaves acceptance as recorded."""
+        """model: changes what full verification accepts; None leaves acceptance as recorded."""
         most = max(len(policy.variants()) for policy in policies)
         shape = len(policies), most
         self._policy = np.repeat(np.arange(len(policies)), count)  # [sequences]
         self._partial, self._period = np.zeros(shape, np.bool_), np.ones(shape, np.int64)
         self._corrects = np.zeros(len(policies), np.bool_)
-        self._log_kept = np.zeros((*shape, OLDEST + 1))
+        self._log_kept, self._lifted = np.zeros((2, *shape, OLDEST + 1))
+        self._log_accepted = np.zeros((*shape, OLDEST + 1))
         for p, policy in enumerate(policies):
             for v, variant in enumerate(policy.variants()):
                 kv = variant.verify_kv
@@ -47,8 +48,10 @@ class Schedule:
                 self._corrects[p] |= kv.mode == "partial" and kv.full_period > 0
                 selection = None if model is None else model.of_variant(variant)
                 if selection is not None:
-                    kept = selection.kept(kv.keys.budget, OLDEST)
-                    self._log_kept[p, v] = np.log(np.maximum(kept, 1e-9))
+                    changes = selection.changes(kv.keys.budget, OLDEST)
+                    self._log_kept[p, v] = np.log(np.maximum(changes.kept, 1e-9))
+                    self._lifted[p, v] = changes.lifted
+                    self._log_accepted[p, v] = np.log(np.clip(changes.accepted, 1e-9, 1.0 - 1e-9))
         self._since = np.zeros(len(self._policy), np.int64)
         self._uncorrected = np.zeros(len(self._policy), np.int64)
 
@@ -62,16 +65,19 @@ class Schedule:
         self._uncorrected = np.where(partial, self._uncorrected, 0)
         return Verified(partial, self._since, recomputed)
 
-    def survives(self, verified: Verified, variant: Ints, log_luck: Floats) -> Ints:
-        """[sequences] leading drafts that a partial round accepts of those that a full one would.
+    def accepted(self, verified: Verified, variant: Ints, run: Ints, log_luck: Floats) -> Ints:
+        """[sequences] leading drafts accepted, of which full verification accepts `run`; it may be more than drafted.
 
-        log_luck: log of a uniform draw for each sequence's place: each draft is kept with one chance, so the number of
-        leading ones is geometric.
+        log_luck: log of a uniform draw for each sequence's place. Each draft is kept with one chance, so the number of
+        leading ones is geometric; a lifted one is followed by as many as are accepted in a row.
         """
-        log_kept = self._log_kept[self._policy, variant, np.minimum(verified.since_full, OLDEST)]
+        place = self._policy, variant, np.minimum(verified.since_full, OLDEST)
+        log_kept, lifted = self._log_kept[place], self._lifted[place]
         with np.errstate(divide="ignore", invalid="ignore"):
-            leading = np.where(log_kept < 0.0, log_luck / log_kept, np.inf)
-        return np.minimum(np.floor(leading), 1 << 20).astype(np.int64)
+            kept = np.where(log_kept < 0.0, log_luck / log_kept, np.inf)
+            log_left = log_luck - np.log(lifted)  # below 0: lifted, and then uniform again
+            extra = np.where(log_left < 0.0, 1.0 + np.floor(log_left / self._log_accepted[place]), 0.0)
+        return np.minimum(np.floor(kept), run + np.minimum(extra, 1 << 20)).astype(np.int64)
 
     def note(self, verified: Verified, emitted: Ints) -> None:
         """The round committed so many tokens of each sequence."""

@@ -2,7 +2,7 @@
 
 exact: greedy decoding, a lossless policy, its drafter and selection recorded, no draft longer than recorded; or the
 very policy that was recorded. modelled: every lossy policy (its text is its own, so what it accepts there is taken from
-the recorded text: thinned by what probes say where full verification was recorded, as it stands where the same
+the recorded text: changed as probes say where full verification was recorded, as it stands where the same
 selection was); sampled decoding (acceptance drawn from recorded probabilities), a budget
 between recorded ones, a selection kept for several rounds (what it holds then depends on how rounds fall, which no
 dense record can show: acceptance is taken from the arm that chooses anew every round), or another policy on a sparse
@@ -74,7 +74,7 @@ def _lossy(record: Record, policy: Policy, batch: int, *, recorded: bool) -> Sup
         lacking = next((why for variant in lossy if (why := record.fidelity.lacks(variant))), None)
         if lacking is not None:
             return _refused(f"it is lossy: {lacking}")
-        said = "it is lossy: it accepts what full verification accepted on the recorded text, thinned by probes"
+        said = "it is lossy: it accepts what full verification accepted on the recorded text, changed as probes say"
     drafted = _drafted(record, policy, batch)
     if drafted.level == "refused":
         return drafted
