@@ -136,6 +136,10 @@ def _main(arguments: list[str]) -> None:
         hydra.main(version_base="1.3", config_path="pkg://specdial.conf", config_name=verb)(task(verb))()
     except (HydraException, OmegaConfBaseException) as error:
         fail(f"{error}; see specdial {verb} --help")
+    except OSError as error:  # of a sweep's own folder
+        if error.filename is None:
+            raise
+        fail(f"cannot use {error.filename}: {error.strerror}; run it where you may write, or set hydra.sweep.dir=DIR")
 
 
 def task(verb: str) -> Callable[[DictConfig], Any]:

@@ -158,3 +158,15 @@ def test_what_was_finished_stays_and_the_next_call_goes_on(
     assert record("stopped") == record("whole") == 0
     assert read_trace(tmp_path / "stopped").outputs.equals(read_trace(tmp_path / "whole").outputs)
     assert not list((tmp_path / "stopped").glob(".*"))
+
+
+def test_a_sweep_where_nothing_can_be_written_is_one_line(monkeypatch, capsys):
+    """In /proc not even root can make a folder."""
+    monkeypatch.chdir("/proc")
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
+    monkeypatch.setattr(sys, "argv", ["specdial", "export", "-m", "policy=plain,lookup", "out=x.yaml"])
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    said = capsys.readouterr().err.splitlines()
+    assert (end.value.code, len(said)) == (2, 1)
+    assert said[0].startswith("specdial: cannot use multirun")
