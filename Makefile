@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 PACKAGES := policies simulator conf engine kernels
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check soak fuzz mutation clean
+.PHONY: help demo test check soak fuzz mutation versions clean
 
 help:
 	@echo 'make demo    record, simulate, tune and validate on a small real model; writes demo/'
@@ -17,6 +17,7 @@ help:
 	@echo 'make soak    100 kills at any moment, then 10,000 rounds with flat memory: half an hour'
 	@echo 'make fuzz    100,000 damaged files for every reader: a quarter of an hour'
 	@echo 'make mutation   60 faults seeded into the source: which of them the tests catch'
+	@echo 'make versions   clean environments of Python 3.11-3.13 with older and newer torch, Optuna and Hydra'
 	@echo 'make clean   remove what builds and checks left behind (not .venv, not demo/)'
 
 demo: $(VENV)/.installed
@@ -39,6 +40,9 @@ fuzz: $(VENV)/.installed-dev
 
 mutation: $(VENV)/.installed-dev
 	OMP_NUM_THREADS=1 $(BIN)/python tests/soak/mutation.py --faults 60
+
+versions: | $(BIN)/python
+	$(BIN)/python tests/versions/matrix.py
 
 check: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
