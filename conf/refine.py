@@ -1,8 +1,8 @@
 """specdial refine: the verbs `tune` and `validate` in turn, until replay ranks the finalists as the engine does.
 
 Every round measures the best few policies on documents they were not tuned on, fits corrections of the costs to that,
-and tunes again with them. It ends when no two finalists are in another order than predicted, but for what repeats
-differ by; after so many rounds; or when the next would take more engine time than is left.
+and tunes again with them. It ends when no two finalists (plain decoding is one) are in another order than predicted,
+but for what repeats differ by; after so many rounds; or when the next would take more engine time than is left.
 """
 
 import time
@@ -24,6 +24,7 @@ from specdial.simulator.verbs import tune
 
 SCHEMA = "specdial/refine/1"
 LEAST_SPREAD = 0.01  # measured speedups closer than this are equal, however well repeats agree
+PLAIN = {"name": "plain", "predicted": {"speedup": 1.0}, "measured": {"speedup": 1.0, "repeat_spread_frac": 0.0}}
 FIRST = ("best", "best_lossless", "surface", "best_fixed")  # files of `tune` measured before others
 
 
@@ -98,9 +99,9 @@ def run(settings: Mapping[str, Any]) -> dict[str, Any]:
 def disagreements(rows: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     """Pairs of policies, by name, that were measured in another order than predicted, by more than repeats differ.
 
-    rows: as `validate` returns them; those without a prediction are left out.
+    rows: as `validate` returns them; those without a prediction are left out. Plain decoding is one of the policies.
     """
-    known = [row for row in rows if row["predicted"].get("speedup") is not None]
+    known = [PLAIN, *(row for row in rows if row["predicted"].get("speedup") is not None)]
     known.sort(key=lambda row: -row["predicted"]["speedup"])
     found = []
     for i, ahead in enumerate(known):

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from optuna.storages import BaseStorage
+
 from specdial.engine.trace.reader import read_trace
 from specdial.policies.artifact import claim_directory, digest_of
 from specdial.policies.errors import UserError
@@ -98,11 +100,12 @@ def run(settings: dict[str, Any]) -> dict[str, Any]:
     """Tune, print, write `out`; returns the best policy's numbers on the selection split, and where the files are."""
     s = parse(Settings, settings)
     job = _prepare(s)
+    storage = None if s.storage is None else open_storage(s.storage)  # before `out` is touched
     config = to_plain(s)
     own = {name: value for name, value in config.items() if name not in CONTINUES}
     claim_directory(Path(s.out), "tune", own, shared=True)
     with _assistants(s):
-        found = _search(job)
+        found = _search(job, storage)
     choice = choose(job.space, found, job.evaluate(job.select_split, s.bootstrap), job.plan.goal, job.plan.batch)
     surface = _surface(job, found)
     tuned = Tuned(
@@ -168,7 +171,8 @@ def _prepare(s: Settings) -> _Run:
     return _Run(s, record, costs, space, plan, select)
 
 
-def _search(job: _Run) -> Found:
+def _search(job: _Run, storage: BaseStorage | None = None) -> Found:
+    """storage: where the study lies, None for what the settings say."""
     s = job.settings
     identity = {
         "trace": trace_digest(job.record.trace),
@@ -179,7 +183,7 @@ def _search(job: _Run) -> Found:
         "seed": s.seed,
         "batch": job.plan.batch,
     }
-    storage = open_storage(s.storage or str(Path(s.out) / "study.journal"))
+    storage = storage or open_storage(s.storage or str(Path(s.out) / "study.journal"))
     shared = Shared(storage, job.plan.goal.directions, identity)
     try:
         with progress("tune", job.plan.trials) as bar:
