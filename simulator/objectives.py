@@ -26,7 +26,6 @@ class Metric:
     """of: its value for a replayed policy, None where replay does not know it."""
 
     direction: Direction
-    says: str
     of: Callable[[Outcome, Record], float | None]
 
     @property
@@ -60,18 +59,12 @@ def _fidelity(name: str, of_lossless: float) -> Callable[[Outcome, Record], floa
 
 
 METRICS: dict[str, Metric] = {
-    "speedup": Metric("maximize", "over plain decoding", lambda outcome, record: outcome.speedup),
-    "kv_bytes_per_token": Metric(
-        "minimize", "key and value bytes read per token", lambda outcome, record: outcome.kv_bytes_per_token
-    ),
-    "tail_us_per_token": Metric(
-        "minimize", "time per token of the slowest 5 % of documents, microseconds", tail_us_per_token
-    ),
-    "kl_nats": Metric("minimize", "KL of full from partial verification, per token", _fidelity("kl_nats", 0.0)),
-    "top1_agreement": Metric(
-        "maximize", "tokens that full verification finds likeliest", _fidelity("top1_agreement", 1.0)
-    ),
-    "arr": Metric("maximize", "share of the target's attention that was read", _fidelity("arr", 1.0)),
+    "speedup": Metric("maximize", lambda outcome, record: outcome.speedup),
+    "kv_bytes_per_token": Metric("minimize", lambda outcome, record: outcome.kv_bytes_per_token),  # read, not held
+    "tail_us_per_token": Metric("minimize", tail_us_per_token),
+    "kl_nats": Metric("minimize", _fidelity("kl_nats", 0.0)),  # of full from partial verification, per token
+    "top1_agreement": Metric("maximize", _fidelity("top1_agreement", 1.0)),
+    "arr": Metric("maximize", _fidelity("arr", 1.0)),  # share of the target's attention that was read
 }
 
 
