@@ -192,18 +192,21 @@ class Bins:
     def empty(cls, units: int, settings: int, k_max: int, knots: Floats) -> "Bins":
         return cls(np.zeros((units, settings, k_max + 1, len(knots))), knots)
 
-    def add(self, unit: Ints, setting: Ints, k: Ints, context_tokens: Floats, weight: Floats | float = 1.0) -> None:
-        """Count rounds, all arguments [n], as `weight` each."""
+    def add(self, unit: Ints, setting: Ints, k: Ints, context_tokens: Floats, weight: Floats | None = None) -> None:
+        """Count rounds, all arguments [n]. weight: how often each counts, once where it is None."""
         _, settings, ks, width = self.counts.shape
         base = ((unit * settings + setting) * ks + k) * width
         flat = self.counts.reshape(-1)
         if width == 1:
-            flat += np.bincount(base, weights=np.broadcast_to(weight, base.shape), minlength=flat.size)
+            flat += np.bincount(base, weights=weight, minlength=flat.size)
             return
         upper = np.clip(np.searchsorted(self.knots, context_tokens), 1, width - 1)
         share = (context_tokens - self.knots[upper - 1]) / (self.knots[upper] - self.knots[upper - 1])
-        flat += np.bincount(base + upper, weights=weight * share, minlength=flat.size)
-        flat += np.bincount(base + upper - 1, weights=weight * (1.0 - share), minlength=flat.size)
+        rest = 1.0 - share
+        if weight is not None:
+            share, rest = weight * share, weight * rest
+        flat += np.bincount(base + upper, weights=share, minlength=flat.size)
+        flat += np.bincount(base + upper - 1, weights=rest, minlength=flat.size)
 
     def add_rows(self, unit: Ints, setting: Ints, rows: Floats, context_tokens: Floats, grid: Floats) -> None:
         """Count rounds by recomputed rows, of which `grid` are the bins in place of k; split between neighbours."""
