@@ -41,6 +41,7 @@ from specdial.simulator.tables import print_acceptance, print_choice, print_cost
 from specdial.simulator.tuned_files import Tuned, write_tuned
 
 MOST_CONTEXTS = 8  # rows of a surface where none are named
+MOST_GRID_POINTS = 10_000  # that `auto` tries all of
 CONTINUES = ("out", "trials", "workers")  # settings that may differ when a search goes on
 
 
@@ -161,7 +162,8 @@ def _prepare(s: Settings) -> _Run:
         )
     gamma = max(priced, key=lambda outcome: outcome.speedup or 0.0).gamma or 0.3
     space = Space.of(s.search, record, gamma)
-    grid = space.grid(s.trials) if s.sampler in ("auto", "brute") else None
+    limit = s.trials if s.sampler == "brute" else min(s.trials, MOST_GRID_POINTS)
+    grid = space.grid(limit) if s.sampler in ("auto", "brute") else None
     name = sampler_for(space, s.trials, len(goal.objectives), grid is not None) if s.sampler == "auto" else s.sampler
     if name == "brute":
         points = grid if grid is not None else [p for p, _ in zip(space.grid_points(), range(s.trials))]
