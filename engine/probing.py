@@ -68,6 +68,8 @@ def probe_arms(policy: Policy, probing: Probing) -> list[Policy]:
     """The policies that are probed, one an arm. Raises UserError on what cannot be probed."""
     if policy.k_max == 0 or any(v.drafter.kind == "eagle" for v in policy.variants()):
         raise UserError("probes=true takes a policy that drafts, and not by an EAGLE head", "record another policy")
+    if policy.kv.where != "device":
+        raise UserError(f"probes=true reads keys on the device, kv.where is {policy.kv.where}", "set kv.where=device")
     base = policy.verify_kv if policy.verify_kv.mode == "partial" else VerifyKV(mode="partial")
     heads = policy.scoring_heads or probing.scoring_heads
     arms = []

@@ -20,6 +20,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 KV = {"budget": 40, "sink": 2, "recent": 8, "window": 16}
 LOSSLESS = policy_from_mapping({"controller": {"kind": "fixed", "k": 3}, "draft_kv": KV})
 TINY = Probing(sources=("history", "recent"), budgets=(16, 4096), rounds=2, places=3, k=3)
+LOOKUP = {"drafter": {"kind": "lookup"}, "controller": {"kind": "fixed", "k": 3}}
 SMALL = {"mode": "partial", "sink": 2, "recent": 6}
 
 
@@ -95,8 +96,7 @@ def test_a_kept_selection_is_the_first_rounds(decoder):
 def test_record_files_arms_beside_the_policy_itself(tiny_checkpoint, shared, tmp_path):
     model = {**shared["model"], "source": str(tiny_checkpoint("llama", head_dim=64))}
     probe = {"sources": ["history", "page_bound"], "budgets": [32], "rounds": 2, "places": 9, "k": 2}
-    one = {"drafter": {"kind": "lookup"}, "controller": {"kind": "fixed", "k": 3}}
-    policy = {**one, "verify_kv": {**SMALL, "source": "recent", "full_period": 3}}
+    policy = {**LOOKUP, "verify_kv": {**SMALL, "source": "recent", "full_period": 3}}
     settings = {**shared, "model": model, "policy": policy, "probes": True, "probe": probe, "fidelity": True}
     record.run({**settings, "out": str(tmp_path / "t")})
     trace = read_trace(tmp_path / "t")
@@ -116,9 +116,9 @@ def test_record_files_arms_beside_the_policy_itself(tiny_checkpoint, shared, tmp
         ({"acceptance": {"synthetic": [0.5]}}, "probes=true judges a text"),
         ({"probe": {"sources": ["magic"]}}, "probe.sources holds 'magic'; name some of history"),
         ({"probe": {"budgets": [8]}}, "smaller than sink"),
+        ({"policy": {**LOOKUP, "kv": {"where": "host"}}}, "probes=true reads keys on the device"),
     ],
 )
 def test_what_cannot_be_probed_is_refused(shared, tmp_path, change, says):
-    policy = {"drafter": {"kind": "lookup"}, "controller": {"kind": "fixed", "k": 3}}
     with pytest.raises(UserError, match=says):
-        record.run({**shared, "policy": policy, "probes": True, "out": str(tmp_path / "t"), **change})
+        record.run({**shared, "policy": LOOKUP, "probes": True, "out": str(tmp_path / "t"), **change})
