@@ -8,12 +8,13 @@ BIN := $(VENV)/bin
 PACKAGES := policies simulator conf engine kernels
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check soak fuzz mutation versions clean
+.PHONY: help demo test check docs soak fuzz mutation versions clean
 
 help:
 	@echo 'make demo    record, simulate, tune and validate on a small real model; writes demo/'
 	@echo 'make test    ruff, mypy and every test that needs no GPU'
 	@echo 'make check   ruff and mypy only'
+	@echo 'make docs    the API, from docstrings: build/api/index.html'
 	@echo 'make soak    100 kills at any moment, then 10,000 rounds with flat memory: half an hour'
 	@echo 'make fuzz    100,000 damaged files for every reader: a quarter of an hour'
 	@echo 'make mutation   60 faults seeded into the source: which of them the tests catch'
@@ -28,6 +29,10 @@ demo: $(VENV)/.installed
 # The script, not `python -m pytest`: that would put the checkout on the path, with a bare package named `kernels`.
 test: check
 	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/pytest -m 'not gpu' -n auto --maxprocesses 8 --dist worksteal
+
+docs: $(VENV)/.installed
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[docs]'
+	$(BIN)/pdoc --output-directory build/api $(addprefix specdial.,$(PACKAGES))
 
 soak: $(VENV)/.installed-dev
 	OMP_NUM_THREADS=1 $(BIN)/python tests/soak/kill.py --kills 100
