@@ -19,12 +19,12 @@ def script():
 
 @pytest.fixture(scope="module")
 def world(script):
-    """(actions by verb, what each leaves undisturbed, how long it takes, a folder that others may look into)."""
+    """Runs to disturb, in a folder that others may look into: see kill.World."""
     kill = script("kill")
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # children are forked
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         os.chmod(folder, 0o755)
-        yield kill.prepared(folder)
+        yield kill.prepared(folder, ("record", "tune", "export"))
     torch.set_num_threads(threads)

@@ -198,10 +198,12 @@ class World:
     durations_s: dict[str, float]
 
 
-def prepared(folder: Path) -> World:
-    """Inputs under `folder`, and every run once, undisturbed."""
+def prepared(folder: Path, disturbed: tuple[str, ...] = ()) -> World:
+    """Inputs under `folder`, and the runs that will be disturbed, or all, once undisturbed."""
     world = World(folder, actions(folder), {}, {})
     for name, action in world.actions.items():
+        if name not in (disturbed or (name,)):
+            continue
         out = folder / f"{name}-undisturbed"
         world.durations_s[name] = completed(action, out)
         world.undisturbed[name] = everything(out)
@@ -210,9 +212,10 @@ def prepared(folder: Path) -> World:
 
 def kill_many(world: World, wanted: int, seed: int) -> dict[str, int]:
     """Kill until every verb was killed its share of `wanted` times. Returns kills by verb."""
-    chance, kills = random.Random(seed), dict.fromkeys(world.actions, 0)
-    for name, action in world.actions.items():
-        while kills[name] < -(-wanted // len(world.actions)):
+    chance, kills = random.Random(seed), dict.fromkeys(world.undisturbed, 0)
+    for name in kills:
+        action = world.actions[name]
+        while kills[name] < -(-wanted // len(kills)):
             out = world.folder / f"{name}-killed"
             kills[name] += kill_one(action, out, world.undisturbed[name], world.durations_s[name], chance)
             shutil.rmtree(out)

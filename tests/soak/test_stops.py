@@ -15,6 +15,7 @@ from specdial.conf import cli
 from specdial.engine.trace.reader import read_trace
 from specdial.policies.errors import UserError
 
+DISTURBED = ["record", "tune", "export"]
 VERBS = ["record", "calibrate", "tune", "validate", "export"]
 NOBODY = 65534
 
@@ -52,12 +53,11 @@ def in_child(script):
 
 
 def test_kill_9_at_any_moment(script, world):
-    kills = script("kill").kill_many(world, 5, seed=3)
-    assert set(kills) == set(VERBS)
-    assert min(kills.values()) >= 1
+    kills = script("kill").kill_many(world, 3, seed=3)
+    assert min(kills[verb] for verb in DISTURBED) >= 1
 
 
-@pytest.mark.parametrize("verb", ["record", "tune", "export"])
+@pytest.mark.parametrize("verb", DISTURBED)
 def test_a_full_disk_is_told_in_one_line_and_the_run_goes_on_when_there_is_room(script, world, same, in_child, verb):
     """The limit on a file's size stands for the disk: the largest file does not fit."""
     kill, out = script("kill"), world.folder / f"{verb}-full"
@@ -115,7 +115,6 @@ def test_two_runs_on_one_directory(world, same, in_child, monkeypatch):
 
 STOPS = {
     "ctrl-c": (lambda: signal.raise_signal(signal.SIGINT), 130, "interrupted; finished parts are on disk"),
-    "no memory here": (lambda: torch.empty(1 << 50), 2, "specdial: out of memory: [enforce fail at alloc_cpu"),
     "no memory on the device": (
         lambda: (_ for _ in ()).throw(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate\n2 GiB")),
         2,
@@ -158,6 +157,15 @@ def test_what_was_finished_stays_and_the_next_call_goes_on(
     assert record("stopped") == record("whole") == 0
     assert read_trace(tmp_path / "stopped").outputs.equals(read_trace(tmp_path / "whole").outputs)
     assert not list((tmp_path / "stopped").glob(".*"))
+
+
+def test_what_is_out_of_memory_and_what_is_a_fault():
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(1 << 50)
+    assert cli.out_of_memory(caught.value)
+    assert cli.out_of_memory(MemoryError())
+    assert cli.out_of_memory(RuntimeError("Triton Error [CUDA]: out of memory"))
+    assert not cli.out_of_memory(RuntimeError("The size of tensor a (3) must match the size of tensor b (4)"))
 
 
 def test_a_sweep_where_nothing_can_be_written_is_one_line(monkeypatch, capsys):
