@@ -122,11 +122,11 @@ class Model:
 
 @dataclass(frozen=True, slots=True)
 class Bounded:
-    """A prediction with its 95 % interval over documents."""
+    """A prediction with its 95 % interval over documents, None where one document was probed."""
 
     value: float
-    low: float
-    high: float
+    low: float | None = None
+    high: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,8 +173,9 @@ def predict(model: Model, policy: Policy, emitted: Floats) -> Fidelity | None:
         if found is None:
             return None
         values = 1.0 - found / total if share else found / total
-        resampled = values[1:] if len(values) > 1 else values
-        low, high = np.percentile(resampled, [2.5, 97.5])
+        if len(values) == 1:
+            return Bounded(float(values[0]))
+        low, high = np.percentile(values[1:], [2.5, 97.5])
         return Bounded(float(values[0]), float(low), float(high))
 
     return Fidelity(

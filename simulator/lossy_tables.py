@@ -65,4 +65,7 @@ def _number(value: float | None, digits: int) -> str:
 
 
 def _range(found: Bounded | None, form: str) -> str:
-    return "-" if found is None else f"{found.value:{form}} \\[{found.low:{form}}-{found.high:{form}}]"
+    if found is None:
+        return "-"
+    interval = "" if found.low is None or found.high is None else f" \\[{found.low:{form}}-{found.high:{form}}]"
+    return f"{found.value:{form}}{interval}"

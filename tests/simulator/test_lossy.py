@@ -220,6 +220,14 @@ def test_fidelity_is_the_mean_over_every_token_of_its_round(record, lossy_costs,
     assert predict(record.fidelity, one, np.array([[5.0, 0.0]])).kl_nats.value == 0.0
 
 
+def test_one_document_has_no_interval(trace, policy):
+    given = probed(trace, power)
+    model = Model.of(dataclasses.replace(given, probes=given.probes.filter(pc.equal(given.probes["doc"], 0))))
+    found = predict(model, policy("fixed", verify_kv=partial(0)), np.array([[0.0, 5.0]]))
+    assert found.kl_nats.value > 0.0
+    assert (found.kl_nats.low, found.kl_nats.high) == (None, None)
+
+
 @pytest.mark.parametrize(
     ("verify_kv", "says"),
     [
