@@ -94,7 +94,7 @@ def soak(rounds: int, device: str, seed: int, folder: Path) -> dict[str, Any]:
             seen.append(memory_bytes(device))
             print(f"{played.rounds} rounds, {seen[-1]}", file=sys.stderr, flush=True)
     third = len(seen) // 3
-    middle, last = seen[third : 2 * third], seen[2 * third :]
+    middle, last = seen[third : 2 * third] or seen, seen[2 * third :]
     growth = {
         kind: statistics.median(s[kind] for s in last) / statistics.median(s[kind] for s in middle) - 1.0
         for kind in seen[0]
