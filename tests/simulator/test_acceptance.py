@@ -70,6 +70,14 @@ def test_rate_starts_from_what_the_record_shows(record):
     assert 0.0 < fit.acceptance < 1.0
 
 
+def test_centres_of_the_rate_are_means_of_accepted_and_of_rejected_drafts(record):
+    drafts, fit = judged_drafts(record, "train", [1]), fit_rate(record, 1, "train")
+    entropy, accepted = drafts.features[:, FEATURES.index("entropy_nats")], drafts.label == 1.0
+    assert 0 < accepted.sum() < len(accepted)
+    found = (fit.accepted_nats, fit.rejected_nats, fit.acceptance)
+    assert found == pytest.approx((entropy[accepted].mean(), entropy[~accepted].mean(), accepted.mean()))
+
+
 def test_a_left_out_budget_is_predicted_from_its_neighbours(record):
     mixed = with_budgets(record, [(0, 2, 128)], seed=0)
     assert upper_share(64, 256, 128) == pytest.approx(0.5)

@@ -27,11 +27,11 @@ ROOT = Path(__file__).resolve().parents[2]
 CPU_SECONDS = 60  # a fault that makes its tests run longer is caught
 LIBRARIES = ("torch", "numpy", "scipy.stats", "pyarrow.parquet", "hypothesis", "pytest", "yaml", "gguf", "tokenizers")
 TESTS = {
-    "policies/controllers/rate.py": "policies/test_controllers.py",
-    "policies/controllers/simple.py": "policies/test_controllers.py",
-    "policies/drafting.py": "policies/test_drafting.py policies/test_schema.py",
-    "policies/verification.py": "policies/test_verification.py",
-    "policies/schema.py": "policies/test_schema.py policies/test_rules.py",
+    "policies/controllers/rate.py": "policies/test_controllers.py policies/test_rules.py policies/test_settings.py",
+    "policies/controllers/simple.py": "policies/test_controllers.py policies/test_rules.py policies/test_settings.py",
+    "policies/drafting.py": "policies/test_drafting.py policies/test_settings.py",
+    "policies/verification.py": "policies/test_verification.py policies/test_settings.py",
+    "policies/schema.py": "policies/test_schema.py policies/test_settings.py",
     "policies/fields.py": "policies/test_fields.py",
     "policies/file.py": "policies/test_file.py",
     "policies/artifact.py": "policies/test_artifact.py",
