@@ -1,9 +1,10 @@
 """Q1: a thousand trials over the full space in a minute. Q2: workers killed at random lose nothing. Q1 unless --kill N.
 
-Q1 runs the whole verb, from reading the trace to writing the policies, by one process and by two. Q2 lets four workers
-share a study, in a journal file and in PostgreSQL, kills one of them every now and then, N times, and then counts:
-every trial done, once, and no other. Traces are synthetic unless --trace says otherwise. The last line of output is one
-JSON document; --save merges it into benchmarks/results/search.json.
+Q1 runs the whole verb, from reading the trace to writing the policies, by one process and by two; its records say what
+processor time that took and how loaded the machine was. Q2 lets four workers share a study, in a journal file and in
+PostgreSQL, kills one of them every now and then, N times, and then counts: every trial done, once, and no other. Traces
+are synthetic unless --trace says otherwise. The last line of output is one JSON document; --save merges it into
+benchmarks/results/search.json.
 """
 
 import argparse
@@ -64,11 +65,13 @@ def throughput(trace: Path, costs: Path, scratch: Path) -> list[dict[str, object
             begin, spent = time.perf_counter(), cpu_s()
             with contextlib.redirect_stdout(sys.stderr):
                 found = tune.run({**given, "search": search_settings(name)})
-            seconds = time.perf_counter() - begin
+            seconds, load = time.perf_counter() - begin, round(os.getloadavg()[0], 1)
             refused = sum(found["refused"].values())
             case = f"tune search={name}, {TRIALS} trials, {workers} process{'es' if workers > 1 else ''}: "
             case += f"{found['distinct']} distinct policies, {refused} trials refused"
-            records.append(result(f"Q1-{name}-w{workers}", case, seconds, "s", bar=60, cpu_s=round(cpu_s() - spent, 1)))
+            records.append(
+                result(f"Q1-{name}-w{workers}", case, seconds, "s", bar=60, cpu_s=round(cpu_s() - spent, 1), load=load)
+            )
     return records
 
 
