@@ -99,8 +99,7 @@ class Decoding:
         """numbers: one per sequence, seeds its random numbers. `sequences` must be prefilled.
 
         synthetic: accept the draft at each depth with this probability instead, whatever it says: to measure cost.
-        keep_logits: leave each round's logits in `logits` until the next one; rounds then wait for the host. Those of
-        chains: ValueError where trees are drafted.
+        keep_logits: leave each round's logits in `logits` until the next one; rounds then wait for the host.
         Raises UserError where policy, model and prompts do not go together.
         """
         self.s = sequences
@@ -120,8 +119,6 @@ class Decoding:
         vocab = sequences.decoder.config.vocab
         self.judge = Judge(self.state, sampling, numbers, vocab=vocab, synthetic=synthetic)
         self.logits: Tensor | None = self.state.kept_logits(vocab) if keep_logits else None  # [B, K+1, V]
-        if keep_logits and any(isinstance(d, TreeEagle) for d in self.drafters):
-            raise ValueError("rounds that draft trees keep no logits")
         self._settled_ns: int | None = None  # when the last round ended
         self._plan, self._verification = Plan(), self.verifications[0]  # of the round being launched
         self._drafting: HeadReader | None = None  # the head that drafts in the round being launched
@@ -294,14 +291,14 @@ class Decoding:
         tokens, branches = (state.block[:, : k + 1], None) if tree is None else (tree.tokens, tree.branches())
         with s.tapping(self.readers):
             block = self._verification.block(tokens, plan, k=state.k, padded=rows, rows=rows, branches=branches)
-        if self.logits is not None:
-            self.logits[:, : k + 1] = block.logits
         state.mark(VERIFIED)
         if tree is None:
             choices, judged = self.judge.choices(block.logits, k)
         else:
             path, choices, judged = follow(self.judge, tree, block.logits)
             block = straighten(s, block, path, self.readers)
+        if self.logits is not None:
+            self.logits[:, : k + 1] = block.logits
         settle(
             state.drafts[:, :k], choices, state.k, s.room, stop_ids=s.stops, emitted=state.emitted[:, : k + 1],
             accepted=state.accepted, counts=state.counts, pending=s.pending, before=s.before, judged=judged,

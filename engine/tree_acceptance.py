@@ -65,8 +65,8 @@ def follow(judge: Judge, tree: DraftTree, logits: Tensor) -> tuple[Tensor, Tenso
 def straighten(s: Sequences, block: Block, rows: Tensor, readers: Collection[HeadReader]) -> Block:
     """Let the rows [B, K+1] of a verified tree stand where a chain's do, in keys and in what readers saw: a pass.
 
-    Returns the block that they make. No row of a path stands before its place in it, and all are read before one is
-    written.
+    Returns the block that they make, logits [B, K+1, V]. No row of a path stands before its place in it, and all are
+    read before one is written.
     """
     lanes = torch.arange(s.batch, device=rows.device)[:, None]  # [B, 1]
     start = s.cache.lengths[:, None]  # [B, 1]
@@ -76,4 +76,4 @@ def straighten(s: Sequences, block: Block, rows: Tensor, readers: Collection[Hea
     first = 0 if block.first_row is None else block.first_row[:, None]  # [B, 1] of the new rows
     for reader in readers:
         reader.follow(rows + first)
-    return Block(block.logits, None)
+    return Block(block.logits[lanes, rows], None)

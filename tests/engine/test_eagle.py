@@ -228,6 +228,16 @@ def test_greedy_tokens_of_trees_equal_plain_ones(decoder, head, plain, name):
         assert accepted > sum(int(r.accepted.sum()) for r in chain), "one draft is accepted less often than one of 8"
 
 
+def test_a_trees_rounds_keep_the_logits_of_what_they_emit(decoder, head):
+    s = sequences(decoder, head, limits=[9, 9, 9])
+    chosen = policy(tree={"width": 8, "nodes": 30}, verify_kv=ALL_PAGES)
+    decoding = Decoding(s, chosen, Sampling(), [0, 1, 2], keep_logits=True)
+    while not s.done.all():
+        played = decoding.decode_round()
+        for b, emitted in enumerate(played.emitted):
+            assert decoding.logits[b, : len(emitted)].argmax(-1).tolist() == emitted
+
+
 FEW_PAGES = {"mode": "partial", "source": "page_bound", "page": 16, "sink": 1, "budget": 48, "full_period": 3}
 
 
