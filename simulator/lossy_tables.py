@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from rich.table import Table
 
 from specdial.policies.console import table_console
-from specdial.simulator.fidelity import Bounded, Model
+from specdial.simulator.fidelity import Bounded, Fidelity, Model
 from specdial.simulator.outcome import Outcome
 
 
@@ -41,6 +41,12 @@ def print_lossy(outcomes: Sequence[Outcome], title: str) -> None:
             notes.append(f"{o.fidelity.extrapolated_frac:.0%} of its tokens are of rounds older than any probed")
         if notes:
             console.print(f"{o.policy.name}: {'; '.join(notes)}", highlight=False)
+
+
+def fidelity_text(found: Fidelity) -> str:
+    """A lossy policy's predicted fidelity in a line, for tables that hold lossless ones too."""
+    known = (("KL", found.kl_nats, ".2g"), ("top-1", found.top1_agreement, ".0%"), ("attention", found.arr, ".0%"))
+    return "predicted " + ", ".join(f"{name} {value.value:{form}}" for name, value, form in known if value is not None)
 
 
 def print_fidelity(model: Model) -> None:

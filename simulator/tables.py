@@ -12,6 +12,7 @@ from specdial.simulator.choice import Choice
 from specdial.simulator.costs import CostModel
 from specdial.simulator.crossover import Corner
 from specdial.simulator.inversion import Inversion
+from specdial.simulator.lossy_tables import fidelity_text
 from specdial.simulator.outcome import Outcome
 
 
@@ -48,6 +49,7 @@ def print_outcomes(outcomes: Sequence[Outcome], title: str) -> None:
         notes = [breakdown_text(o)] if o.breakdown and len(outcomes) <= 8 else []
         notes += [f"{o.level}: {o.reason}"] if o.reason else []
         notes += [f"* {o.extrapolated_frac:.0%} of its time is extrapolated"] if o.extrapolated_frac else []
+        notes += [fidelity_text(o.fidelity)] if o.fidelity is not None else []
         if notes:
             console.print(f"{o.policy.name}: {'; '.join(notes)}", highlight=False)
 

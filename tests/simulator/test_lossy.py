@@ -21,6 +21,7 @@ from specdial.simulator.lanes import read_record
 from specdial.simulator.pricing import Setting
 from specdial.simulator.replay import replay
 from specdial.simulator.synthetic import Shape, cost_us, write_trace
+from specdial.simulator.tables import print_outcomes
 from specdial.simulator.verbs import replay as replay_verb
 
 PARTIAL = VerifyKV(mode="partial", source="history")
@@ -196,7 +197,7 @@ def test_what_the_data_do_not_bear_out_is_flat(trace):
     assert selection.curves["kl_nats"].error(64.0, np.array([1.0]))[0, 0] == pytest.approx(0.22, rel=0.1)
 
 
-def test_fidelity_is_the_mean_over_every_token_of_its_round(record, lossy_costs, policy):
+def test_fidelity_is_the_mean_over_every_token_of_its_round(record, lossy_costs, policy, capsys):
     one = policy("fixed", controller={"k": 4}, verify_kv=partial(3))
     (outcome,) = replay(record, lossy_costs, [one], keep_rounds=True, bootstrap=0)
     log = outcome.round_log
@@ -212,6 +213,8 @@ def test_fidelity_is_the_mean_over_every_token_of_its_round(record, lossy_costs,
     assert found.partial_frac == pytest.approx(log.emitted[since > 0].sum() / log.emitted.sum())
     assert found.extrapolated_frac == 0.0
     assert 0.9 < found.top1_agreement.value < 1.0
+    print_outcomes([outcome], "mixed")
+    assert f"predicted KL {found.kl_nats.value:.2g}, top-1 " in " ".join(capsys.readouterr().out.split())
     never = policy("fixed", controller={"k": 4}, verify_kv=partial(0))
     (older,) = replay(record, lossy_costs, [never], bootstrap=0)
     assert older.fidelity.partial_frac == 1.0
