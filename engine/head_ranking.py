@@ -43,7 +43,8 @@ def needle_scores(
     answers = [model.tokenizer.encode(f" {d.answer}") for d in documents]
     longest = max(len(d.prompt_ids) + len(answer) for d, answer in zip(documents, answers))
     s = empty_sequences(model, longest, 1, [plain_policy()])
-    found = np.zeros((2, model.config.layers, model.config.heads))
+    shape = (2, model.config.layers, model.config.heads)
+    found = torch.zeros(shape, dtype=torch.float64, device=model.decoder.device)
     for document, answer in zip(documents, answers):
         needle = document.meta["needles"][0]
         span = slice(needle["start_token"], needle["end_token"])
@@ -57,10 +58,10 @@ def needle_scores(
             rows = attention_rows(queries[layer], s.cache.view(layer, len(text))[0][0], start)  # [T, H, S]
             first = rows.argmax(-1)  # [T, H] the most attended key
             copied = (first >= span.start) & (first < span.stop) & (tokens[first] == produced[:, None])  # [T, H]
-            found[0, layer] += rows[..., span].sum(-1).mean(0).double().cpu().numpy()
-            found[1, layer] += copied.double().mean(0).cpu().numpy()
+            found[0, layer] += rows[..., span].sum(-1).mean(0)
+            found[1, layer] += copied.double().mean(0)
         advance()
-    return NeedleScores(*(found / len(documents)))
+    return NeedleScores(*(found / len(documents)).cpu().numpy())
 
 
 def rank_heads(source: str, scores: NeedleScores) -> list[HeadScore]:

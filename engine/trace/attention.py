@@ -103,28 +103,26 @@ class KeptRows:
     mass: np.ndarray  # [R] float32
 
     @classmethod
-    def of(cls, rows: np.ndarray, first_position: int, most_keys: int) -> "KeptRows":
-        """The `most_keys` largest visible entries of each row [R, S]; ties: lower index first."""
-        keys, weights, mass = [], [], []
-        for position, row in enumerate(rows, start=first_position):
-            visible = row[: position + 1]
-            kept = np.arange(position + 1)
-            if len(visible) > most_keys:
-                kept = np.sort(np.argsort(-visible, kind="stable")[:most_keys])
-            keys.append(kept.astype(np.int32))
-            weights.append(visible[kept].astype(np.float16))
-            mass.append(min(float(visible[kept].sum(dtype=np.float64)), 1.0))
-        offsets = np.cumsum([0, *map(len, keys)], dtype=np.int64)
-        return cls(np.concatenate(keys), np.concatenate(weights), offsets, np.array(mass, dtype=np.float32))
+    def of(cls, keys: np.ndarray, weights: np.ndarray, counts: np.ndarray) -> "KeptRows":
+        """The first counts[r] entries of each row: keys, ascending, and weights [R, C], counts [R]."""
+        held = np.arange(keys.shape[1]) < counts[:, None]  # [R, C]
+        mass = np.where(held, weights, 0.0).sum(-1, dtype=np.float64)
+        return cls(
+            keys[held].astype(np.int32),
+            weights[held].astype(np.float16),
+            np.concatenate([[0], np.cumsum(counts)]),
+            np.minimum(mass, 1.0).astype(np.float32),
+        )
 
     def dense(self, keys: int) -> np.ndarray:
         """[R, keys] float32, zero where nothing was kept; each row sums to its mass, rounding taken back."""
+        weights, starts = self.weights.astype(np.float64), self.offsets[:-1]
+        total = np.add.reduceat(weights, starts)  # [R]; no row is empty
+        scale = np.divide(self.mass, total, out=np.zeros_like(total), where=total > 0)
+        counts = np.diff(self.offsets)
+        places = np.repeat(np.arange(len(self.mass)) * keys, counts) + self.keys
         found = np.zeros((len(self.mass), keys), dtype=np.float32)
-        for i, mass in enumerate(self.mass):
-            part = slice(self.offsets[i], self.offsets[i + 1])
-            weights = self.weights[part].astype(np.float64)
-            total = weights.sum()
-            found[i, self.keys[part]] = weights * (mass / total if total > 0 else 0.0)
+        found.ravel()[places] = weights * np.repeat(scale, counts)
         return found
 
 

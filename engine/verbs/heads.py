@@ -5,19 +5,19 @@ workload's documents, teacher-forced on the model's own greedy output: of the la
 over heads, which is what a selection is to recall, and each of the best heads of every layer, which may score keys.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
-from specdial.engine.attention_rows import attention_rows, read_queries
+from specdial.engine.attention_rows import attention_rows, largest, read_queries
 from specdial.engine.batches import Batches
 from specdial.engine.head_ranking import needle_scores, rank_heads
 from specdial.engine.job import Job, ModelSettings, describe, empty_sequences, hardware, load_job
 from specdial.engine.loop import Decoding
-from specdial.engine.progress import progress
+from specdial.engine.progress import Bar, progress
 from specdial.engine.sampling import Sampling
 from specdial.engine.sequences import Sequences
 from specdial.engine.trace.attention import (
@@ -80,19 +80,21 @@ def run(settings: Mapping[str, Any], job: Job | None = None) -> dict[str, Any]:
     job: a loaded model and its documents, instead of those that the settings name. An unfinished run starts over.
     """
     s = parse(Settings, settings)
-    job = job or load_job(s.model, s.workload, s.split)
-    models = {TARGET: job.model, **({DRAFT: _draft_model(job, s.draft)} if s.draft else {})}
-    needles = _needles(job, s.ranking)
-    out = Path(s.out)
-    claim_directory(out, "heads", to_plain(s))
-    (out / "meta.json").unlink(missing_ok=True)  # incomplete from here on
-    with progress("heads", len(models) * len(needles) + len(job.documents)) as bar:
-        heads = [
-            head
-            for source, model in models.items()
-            for head in rank_heads(source, needle_scores(model, needles, bar.advance))
-        ]
-        runs = _record(job, models, _candidates(heads, s.heads_per_layer), s, bar.advance)
+    with progress("heads", 0) as bar:
+        bar.say("loading models and documents", now=True)
+        job = job or load_job(s.model, s.workload, s.split)
+        models = {TARGET: job.model, **({DRAFT: _draft_model(job, s.draft)} if s.draft else {})}
+        needles = _needles(job, s.ranking)
+        out = Path(s.out)
+        claim_directory(out, "heads", to_plain(s))
+        (out / "meta.json").unlink(missing_ok=True)  # incomplete from here on
+        bar.expect(len(models) * (len(needles) + len(job.documents)))
+        heads: list[HeadScore] = []
+        for source, model in models.items():
+            bar.say(f"ranking heads of the {source}", now=True)
+            heads += rank_heads(source, needle_scores(model, needles, bar.advance))
+        bar.say("recording rows", now=True)
+        runs = _record(job, models, _candidates(heads, s.heads_per_layer), s, bar)
     described = describe(job, Sampling())
     drafted = models.get(DRAFT)
     meta = AttentionMeta(
@@ -145,7 +147,7 @@ def _record(
     models: dict[str, LoadedModel],
     candidates: dict[tuple[str, int], list[int]],
     s: Settings,
-    advance: Callable[[], None],
+    bar: Bar,
 ) -> list[RowRun]:
     """Write each document's part; returns where their rows lie."""
     plain = plain_policy()
@@ -162,12 +164,13 @@ def _record(
         tokens = list(sequences.tokens[0])
         start = max(1, len(tokens) - s.rows)
         kept = _kept(sequences, tokens, start, TARGET, candidates, s)
+        bar.advance()
         if drafting is not None:
             drafting.prefill([tokens[: start + 1]], [0])
             kept |= _kept(drafting, tokens, start, DRAFT, candidates, s)
+            bar.advance()
         write_rows(Path(s.out), document.index, kept, start)
         runs.append(RowRun(document.index, document.split, len(document.prompt_ids), start, len(tokens) - start))
-        advance()
     return runs
 
 
@@ -186,10 +189,10 @@ def _kept(
         keys = sequences.cache.view(layer, len(tokens))[0][0]  # [Hk, S, D]
         rows = attention_rows(queries[layer], keys, start)  # [R, H, S]
         if source == TARGET:
-            mean = rows.mean(1).cpu().numpy()  # [R, S]
-            kept[source, layer, ALL_HEADS] = KeptRows.of(mean, start, s.recalled_keys)
-        for head in candidates[source, layer]:
-            kept[source, layer, head] = KeptRows.of(rows[:, head].cpu().numpy(), start, s.candidate_keys)
+            kept[source, layer, ALL_HEADS] = largest(rows.mean(1, keepdim=True), start, s.recalled_keys)[0]
+        heads = candidates[source, layer]
+        parts = largest(rows[:, heads], start, s.candidate_keys)
+        kept |= {(source, layer, head): part for head, part in zip(heads, parts)}
     return kept
 
 

@@ -5,8 +5,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from specdial.engine.attention_rows import BLOCK_ROWS, attention_rows, read_queries
+from specdial.engine.attention_rows import BLOCK_ROWS, attention_rows, largest, read_queries
+from specdial.engine.cache import KVCache
 from specdial.engine.head_ranking import needle_scores, rank_heads, ranks
 from specdial.engine.models.decoder import Decoder
 from specdial.engine.sequences import Sequences
@@ -60,6 +63,16 @@ def test_rows_are_the_softmax_of_one_plain_pass(tiny_model, make_attend, archite
     torch.testing.assert_close(rows.sum(-1), torch.ones(rows.shape[:-1]))
 
 
+def test_the_passes_of_a_gpu_read_the_same_queries(tiny_model, monkeypatch):
+    """One pass through the functions of prefill, here by their references and the library's kernel for the CPU."""
+    decoder = tiny_model("qwen2").decoder
+    tokens, start = list(range(60, 143)), 45
+    expected = all_rows(prefilled(decoder, tokens[: start + 1]), tokens, start)
+    s = prefilled(decoder, tokens[: start + 1])
+    monkeypatch.setattr(KVCache, "on_gpu", True)
+    torch.testing.assert_close(all_rows(s, tokens, start), expected, atol=2e-5, rtol=0)
+
+
 def test_rows_do_not_depend_on_what_the_cache_held_after_the_start(tiny_model):
     """As after decoding: the keys of the whole text, and another text's keys behind it."""
     decoder = tiny_model("llama").decoder
@@ -80,6 +93,28 @@ def test_the_kernel_for_scoring_heads_sums_the_same_rows(tiny_model):
         scores = head_scores(queries[layer][None], keys, torch.tensor([start]), heads, backend="reference")
         rows = attention_rows(queries[layer], keys[0], start)[:, list(heads)]
         torch.testing.assert_close(scores[0], rows.sum((0, 1)), atol=1e-5, rtol=0)
+
+
+def test_a_kept_row_keeps_the_lowest_of_equal_entries_and_sums_to_what_it_held():
+    rows = torch.tensor([[0.5, 0.25, 0.25, 0.0], [0.1, 0.3, 0.3, 0.3]])
+    (kept,) = largest(rows[:, None], 2, 2)
+    assert kept.keys.tolist() == [0, 1, 1, 2]
+    assert kept.dense(4) == pytest.approx(np.array([[0.5, 0.25, 0, 0], [0, 0.3, 0.3, 0]]), abs=1e-6)
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1), start=st.integers(0, 6), most_keys=st.integers(1, 14), ties=st.booleans())
+def test_what_is_kept_are_the_first_of_a_stable_sort(seed, start, most_keys, ties):
+    rng = np.random.default_rng(seed)
+    rows = rng.integers(0, 3, (4, 3, 10)).astype(np.float32) if ties else rng.random((4, 3, 10), dtype=np.float32)
+    for head, kept in enumerate(largest(torch.from_numpy(rows), start, most_keys)):
+        for r, row in enumerate(rows[:, head, :]):
+            visible = row[: start + r + 1]
+            wanted = np.sort(np.argsort(-visible, kind="stable")[:most_keys])
+            part = slice(kept.offsets[r], kept.offsets[r + 1])
+            assert kept.keys[part].tolist() == wanted.tolist()
+            assert kept.weights[part].tolist() == visible[wanted].astype(np.float16).tolist()
+            assert kept.mass[r] == pytest.approx(min(visible[wanted].sum(), 1.0))
 
 
 def test_misuse_is_refused(tiny_model):

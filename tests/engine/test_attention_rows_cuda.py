@@ -1,9 +1,10 @@
 """Attention rows on a GPU: the CPU's, for texts that take several passes, and within memory at a long context."""
 
+import numpy as np
 import pytest
 import torch
 
-from specdial.engine.attention_rows import attention_rows, read_queries
+from specdial.engine.attention_rows import attention_rows, largest, read_queries
 from specdial.engine.sequences import Sequences
 from specdial.engine.weights import load_model
 
@@ -46,3 +47,12 @@ def test_a_layer_of_a_long_context_takes_little_more_than_its_rows():
     rows = attention_rows(queries, keys, S - T)
     result = rows.numel() * rows.element_size()
     assert torch.cuda.max_memory_allocated() - before < 2 * result
+
+
+@pytest.mark.parametrize("most_keys", [16, 1024, 4096])
+def test_what_is_kept_is_the_cpu_s(most_keys):
+    """Of rows whose entries are few values, so that most of what is kept are ties."""
+    rows = torch.randint(0, 8, (48, 5, 8000), generator=torch.Generator().manual_seed(3)) / 8
+    for got, wanted in zip(largest(rows.cuda(), 7952, most_keys), largest(rows, 7952, most_keys)):
+        for name in ("keys", "weights", "offsets", "mass"):
+            np.testing.assert_array_equal(getattr(got, name), getattr(wanted, name))

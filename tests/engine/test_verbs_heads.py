@@ -9,7 +9,7 @@ import torch
 
 from specdial.engine.attention_rows import attention_rows, read_queries
 from specdial.engine.sequences import Sequences
-from specdial.engine.trace.attention import ALL_HEADS, DRAFT, TARGET, KeptRows
+from specdial.engine.trace.attention import ALL_HEADS, DRAFT, TARGET
 from specdial.engine.trace.attention_file import read_attention
 from specdial.engine.verbs import heads
 from specdial.engine.weights import load_model
@@ -37,7 +37,12 @@ def test_what_is_recorded_is_the_models_attention(settings, capsys):
     found = heads.run(settings)
     trace = read_attention(settings["out"])
     assert (found["documents"], found["rows"]) == (2, 40)
-    assert "needle mass" in capsys.readouterr().out
+    said = capsys.readouterr()
+    assert "needle mass" in said.out
+    lines = said.err.splitlines()
+    assert lines[:2] == ["heads loading models and documents", "heads 0/6 ranking heads of the target"]
+    assert lines[2].startswith("heads 1/6 ranking heads of the draft, about ")
+    assert lines[3].startswith("heads 2/6 recording rows, about ")
     assert len(trace.heads) == (3 + 2) * 4
     assert [d.run.doc for d in trace.documents] == [0, 1]
     document = trace.documents[1]
@@ -101,13 +106,6 @@ def test_a_second_run_writes_the_same_rows(settings, tmp_path):
 def test_needles_must_fit_the_context(settings):
     with pytest.raises(UserError, match="cannot hold the question"):
         heads.run({**settings, "workload": {**settings["workload"], "context_tokens": 100}})
-
-
-def test_a_kept_row_keeps_the_lowest_of_equal_entries_and_sums_to_what_it_held():
-    rows = np.array([[0.5, 0.25, 0.25, 0.0], [0.1, 0.3, 0.3, 0.3]], dtype=np.float32)
-    kept = KeptRows.of(rows, 2, 2)
-    assert kept.keys.tolist() == [0, 1, 1, 2]
-    assert kept.dense(4) == pytest.approx(np.array([[0.5, 0.25, 0, 0], [0, 0.3, 0.3, 0]]), abs=1e-6)
 
 
 def break_meta(out):

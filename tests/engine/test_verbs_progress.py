@@ -84,6 +84,29 @@ def test_the_time_left_is_what_the_steps_took(capsys, monkeypatch):
     assert lines == ["tune 1/4 best speedup 1.2, about 5 min left", "tune 3/4 best speedup 1.2, about 67 s left"]
 
 
+def test_a_line_is_said_at_once_where_something_long_begins(capsys, monkeypatch):
+    """And the time before the total was known does not count."""
+    now = iter([0.0, 10.0, 20.0, 22.0, 22.0, 22.0])
+    monkeypatch.setattr(module.time, "monotonic", lambda: next(now))
+    with progress("heads", 0) as bar:
+        bar.say("loading", now=True)
+        bar.expect(4)
+        bar.advance()
+        bar.say("ranking", now=True)
+    assert capsys.readouterr().err.splitlines() == ["heads loading", "heads 1/4 ranking, about 6 s left"]
+
+
+def test_a_bar_may_learn_its_total_late(terminal):
+    screen = terminal("stderr")
+    with progress("heads", 0) as bar:
+        bar.say("loading")
+        bar.expect(4)
+        bar.advance(3)
+        bar.say("ranking", now=True)
+        bar._live.refresh()
+    assert "3/4" in screen.text
+
+
 def test_a_terminal_gets_a_bar_that_cleans_up_after_an_error(capsys, terminal):
     screen = terminal("stderr")
 

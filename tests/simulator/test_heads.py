@@ -25,6 +25,12 @@ def causal(rows):
     return (rows / rows.sum(-1, keepdims=True)).astype(np.float32)
 
 
+def whole(rows):
+    """Rows with every visible key kept."""
+    keys = np.broadcast_to(np.arange(rows.shape[1]), rows.shape)
+    return KeptRows.of(keys, rows, FIRST + 1 + np.arange(len(rows)))
+
+
 def noise(rng):
     return rng.gamma(0.2, size=(ROWS, FIRST + ROWS)) + 1e-6
 
@@ -46,12 +52,12 @@ def planted_rows(rng):
     kept = {}
     for layer in range(LAYERS):
         recalled = causal(parts.sum(0) + 0.02 * noise(rng))
-        kept[TARGET, layer, ALL_HEADS] = KeptRows.of(recalled, FIRST, 4096)
+        kept[TARGET, layer, ALL_HEADS] = whole(recalled)
         for head in range(2):
             shown = parts[0] + 0.1 * noise(rng) if layer == HISTORY_LAYER else noise(rng)
-            kept[TARGET, layer, head] = KeptRows.of(causal(shown), FIRST, 4096)
+            kept[TARGET, layer, head] = whole(causal(shown))
             seen = parts[1 + AHEAD.index(layer)] + 0.1 * noise(rng) if layer in AHEAD else noise(rng)
-            kept[DRAFT, layer, head] = KeptRows.of(causal(seen), FIRST, 4096)
+            kept[DRAFT, layer, head] = whole(causal(seen))
     return kept
 
 

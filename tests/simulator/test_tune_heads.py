@@ -35,7 +35,8 @@ def recorded(tmp_path):
 
     def rows(rng):
         raw = rng.gamma(0.3, size=(ROWS, FIRST + ROWS)) * np.tri(ROWS, FIRST + ROWS, FIRST)
-        return KeptRows.of((raw / raw.sum(-1, keepdims=True)).astype(np.float32), FIRST, 4096)
+        keys = np.broadcast_to(np.arange(raw.shape[1]), raw.shape)
+        return KeptRows.of(keys, (raw / raw.sum(-1, keepdims=True)).astype(np.float32), FIRST + 1 + np.arange(ROWS))
 
     return write
 
