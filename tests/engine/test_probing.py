@@ -8,7 +8,7 @@ import pytest
 from specdial.engine.fidelity import measure_fidelity, plain_output
 from specdial.engine.job import history_spec
 from specdial.engine.loop import Decoding
-from specdial.engine.probing import Probing, places_of, probe_arms, record_probes
+from specdial.engine.probing import Probing, _Walk, places_of, probe_arms, record_probes
 from specdial.engine.sampling import Sampling
 from specdial.engine.sequences import Sequences
 from specdial.engine.trace.reader import read_trace
@@ -122,3 +122,39 @@ def test_record_files_arms_beside_the_policy_itself(tiny_checkpoint, shared, tmp
 def test_what_cannot_be_probed_is_refused(shared, tmp_path, change, says):
     with pytest.raises(UserError, match=says):
         record.run({**shared, "policy": LOOKUP, "probes": True, "out": str(tmp_path / "t"), **change})
+
+
+@pytest.mark.parametrize("source", ["lookahead", "hybrid"])
+def test_a_draft_model_drafts_at_every_place_what_it_drafts_there_afresh(tiny_model, source):
+    """Though it drafted what is not the text, for other arms and rounds, before."""
+    target, draft = (tiny_model("llama", head_dim=64).decoder for _ in range(2))
+    for layer in draft.layers[1:]:
+        layer.down.mul_(0.9)
+    heads = {"draft": [[0, 1], [2, 2]], **({"target": [[1, 0]]} if source == "hybrid" else {})}
+    policy = policy_from_mapping(
+        {
+            "drafter": {"kind": "model", "model": "small"}, "controller": {"kind": "fixed", "k": 3},
+            "verify_kv": {"mode": "partial", "source": source, "scope": "model", "budget": 12, "sink": 2, "recent": 4},
+            "scoring_heads": heads,
+        }
+    )  # fmt: skip
+    probing = Probing(sources=(source,), budgets=(12,), rounds=2, places=2, k=3)
+    (arm,) = probe_arms(policy, probing)
+    text = np.random.default_rng(5).integers(0, 256, 90).tolist()
+
+    def started(tokens):
+        s = Sequences(target, 120, 1, history=history_spec([arm]), backend="reference", companions={"small": draft})
+        s.prefill([tokens], [20])
+        return s
+
+    walk = _Walk(started(text[:60]), text, probing)
+    for n in (60, 68, 81):
+        walk.advance(n)
+        said = walk.partial_rounds(arm, n)
+        fresh = started(text[:n])
+        decoding = Decoding(fresh, arm, Sampling(), [0], keep_logits=True)
+        first = decoding.decode_round()
+        assert said[0].drafts == first.drafts[0].tolist()
+        assert np.allclose(said[0].logits[0], decoding.logits[0, 0], atol=1e-4)
+        (row, *_) = walk.judged([arm], [said], n)
+        assert row["kl_nats"] > 0.0
