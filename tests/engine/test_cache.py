@@ -76,7 +76,8 @@ def test_lengths_outside_the_capacity_are_refused():
 
 
 def test_memory_that_cannot_be_had_is_a_user_error():
-    with pytest.raises(UserError, match="lower context or batch"):
+    keys = 2 * CONFIG.layers * CONFIG.kv_heads * CONFIG.head_dim * 4 * 1_000_000 * 1_000_000  # bytes, with the values
+    with pytest.raises(UserError, match=f"the KV cache needs {keys / 1e9:.1f} GB; lower context or batch"):
         KVCache(CONFIG, 1_000_000, 1_000_000, device="cpu", dtype=torch.float32)
 
 

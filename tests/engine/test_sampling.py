@@ -88,3 +88,18 @@ def test_draw_never_gives_a_token_of_probability_zero():
     p = torch.tensor([[0.0, 0.5, 0.0, 0.5, 0.0]]).expand(4000, 5)
     tokens = draw(p, uniforms(generators(WARM, list(range(4000))), 1)[:, 0])
     assert set(tokens.tolist()) == {1, 3}
+
+
+def test_greedy_is_temperature_zero():
+    assert Sampling().greedy
+    assert not Sampling(temperature=0.1).greedy
+
+
+@pytest.mark.parametrize("u", [0.0, 0.3, 1.0 - 1e-17, 1.0])
+def test_a_token_without_probability_is_never_drawn(u):
+    """Nor one past the vocabulary, where rounding puts a uniform at the very top."""
+    rows = torch.tensor([[0.0, 0.25, 0.75, 0.0], [1.0, 0.0, 0.0, 0.0], [0.1, 0.2, 0.3, 0.4], [0.0, 0.0, 0.0, 1.0]])
+    drawn = draw(rows, torch.full((4,), u, dtype=torch.float64))
+    assert (rows[torch.arange(4), drawn] > 0).all()
+    if u == 1.0:
+        assert drawn.tolist() == [2, 0, 3, 3]
