@@ -9,7 +9,7 @@ from specdial.engine.trace.reader import read_costs
 from specdial.simulator.costs import CostModel, CostRefusedError
 from specdial.simulator.measured import Measured
 from specdial.simulator.physics import fit_physics, physical_terms
-from specdial.simulator.pricing import Bins
+from specdial.simulator.pricing import Bins, Setting
 from specdial.simulator.synthetic import Shape, cost_us, write_synthetic_costs
 
 
@@ -98,3 +98,12 @@ def test_bins_price_rounds_as_interpolation_would(found):
     for u, ki, c in found:
         singly[u] += np.interp(c, knots, table[ki])
     assert by_bins == pytest.approx(singly)
+
+
+@pytest.mark.parametrize(("refresh", "tail"), [(0, 30), (1, 0), (4, 0)])
+def test_a_selection_chosen_at_prefill_is_read_beside_half_the_output(policy, refresh, tail):
+    drafting = policy("fixed", draft_kv={"budget": 128, "sink": 4, "recent": 16, "refresh_rounds": refresh})
+    found = Setting.of(drafting, drafting, 400, 60)
+    assert (found.budget, found.refresh_rounds, found.tail_tokens, found.page) == (128, refresh, tail, 0)
+    lookup = policy("fixed", drafter={"kind": "lookup"}, draft_kv={})
+    assert (Setting.of(lookup, lookup, 400, 60).budget, Setting.of(lookup, lookup, 400, 60).tail_tokens) == (0, 0)
