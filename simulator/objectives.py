@@ -101,14 +101,18 @@ class Goal:
         return None if any(value is None for value in found) else [float(v) for v in found if v is not None]
 
     def violations(self, metrics: Metrics) -> dict[str, float]:
-        """How far each bound is overstepped, 0 or less where it holds; bounds on what is not known are left out."""
-        known = [(name, bound, value) for name, bound in self.bounds if (value := metrics.get(name)) is not None]
-        return {name: METRICS[name].sign * (value - bound) for name, bound, value in known}
+        """How far each bound is overstepped, 0 or less where it holds; one on what is not known counts as overstepped.
+
+        Every bound has its number: Optuna's Gaussian process refuses trials with fewer than others.
+        """
+        return {
+            name: 1.0 if (value := metrics.get(name)) is None else METRICS[name].sign * (value - bound)
+            for name, bound in self.bounds
+        }
 
     def feasible(self, metrics: Metrics) -> bool:
         """Is every objective known, and does every bound hold?"""
-        found = self.violations(metrics)
-        return self.values(metrics) is not None and all(found.get(name, 1.0) <= 0.0 for name, _ in self.bounds)
+        return self.values(metrics) is not None and all(over <= 0.0 for over in self.violations(metrics).values())
 
     def costs(self, metrics: Metrics) -> list[float]:
         """Objectives with less being better. Raises ValueError where one is not known."""

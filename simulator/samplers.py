@@ -42,7 +42,7 @@ class Draws:
 
     def __init__(self, name: str, seed: int, goal: Goal, in_turn: Mapping[str, Sequence[Any]]) -> None:
         self._goal, self._mirrored = goal, set[int]()
-        self._sampler = _make_sampler(name, seed, in_turn)
+        self._sampler = _make_sampler(name, seed, in_turn, bool(goal.bounds))
         with quiet():
             self._study = optuna.create_study(directions=goal.directions, sampler=self._sampler)
 
@@ -86,8 +86,9 @@ class Draws:
         self._study.tell(trial, values)
 
 
-def _make_sampler(name: str, seed: int, in_turn: Mapping[str, Sequence[Any]]) -> "_ByNumber":
-    bounds: dict[str, Any] = {} if hasattr(optuna.Trial, "set_constraint") else {"constraints_func": _violations}
+def _make_sampler(name: str, seed: int, in_turn: Mapping[str, Sequence[Any]], bounded: bool) -> "_ByNumber":
+    asks = bounded and not hasattr(optuna.Trial, "set_constraint")  # Optuna 4.9
+    bounds: dict[str, Any] = {"constraints_func": _violations} if asks else {}
     kinds: dict[str, Callable[[int], BaseSampler]] = {
         "random": lambda s: optuna.samplers.RandomSampler(seed=s),
         "gp": lambda s: optuna.samplers.GPSampler(seed=s, deterministic_objective=True, **bounds),
