@@ -20,8 +20,6 @@ import numpy.typing as npt
 from specdial.policies.errors import UserError
 
 Floats = npt.NDArray[np.floating]
-Order = npt.NDArray[np.int64]
-Mask = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +43,19 @@ class Frame:
     def free(self) -> int:
         """Keys left for scores to choose."""
         return self.budget - self.sink - self.recent
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """Of each anchor the best-scored keys among those that scores may choose: all that were seen but sink and recent.
+
+    keys: [N, C], by falling score, ties lowest first; past the last one, S. gain: [N, C] what reading each recalls;
+    rest: [N] what is recalled besides, by sink and recent keys and by those after the seen ones.
+    """
+
+    keys: npt.NDArray[np.int64]
+    gain: Floats
+    rest: Floats
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,46 +93,59 @@ def lookahead_scores(rows: Floats, at: Windows, steps: int) -> Floats:
     """Scores [N, S]: the drafter's rows [R, S] after the anchor, `steps` of them summed, teacher-forced."""
     if steps < 1 or at.index[-1] + steps >= len(rows):
         raise UserError(f"no {steps} drafter rows follow every anchor", "lower the steps or record more rows")
-    total: Floats = np.sum([rows[at.index + step] for step in range(1, steps + 1)], axis=0)  # [N, S]
+    total = rows[at.index + 1]  # [N, S]
+    for step in range(2, steps + 1):
+        total += rows[at.index + step]
     return total
 
 
-def falling(scores: Floats) -> Order:
-    """Keys by falling score, ties lowest first: [N, S]."""
-    return np.argsort(-scores, axis=-1, kind="stable")
+def falling(at: Windows, scores: Floats, frame: Frame, depth: int | None = None) -> Order:
+    """The first `depth` keys by falling scores [N, S], as many as the frame has free by default. C = depth."""
+    N, S = scores.shape
+    depth = frame.free if depth is None else depth
+    keys = np.full((N, depth), S)
+    gain, rest = np.zeros((N, depth)), np.zeros(N)
+    for n, (row, future, seen) in enumerate(zip(scores, at.future, at.seen)):
+        first, last = min(frame.sink, seen), max(min(frame.sink, seen), seen - frame.recent)
+        choice = row[first:last]
+        best = np.arange(len(choice))
+        if depth < len(choice):  # the others are not sorted
+            best = np.flatnonzero(choice >= np.partition(choice, -depth)[-depth]) if depth else best[:0]
+        best = first + best[np.argsort(-choice[best], kind="stable")[:depth]]
+        keys[n, : len(best)] = best
+        gain[n, : len(best)] = future[best]
+        rest[n] = future[:first].sum(dtype=np.float64) + future[last:].sum(dtype=np.float64)
+    return Order(keys, gain, rest)
 
 
-def hybrid_mask(lookahead: Order, history: Order, m: int, seen: npt.NDArray[np.int64], frame: Frame) -> Mask:
-    """The keys read, [N, S]: sink and recent of the seen ones, the first m by lookahead, the rest by history.
+def recall(history: Order, free: int, lookahead: Order | None = None, m: int = 0) -> Floats:
+    """Window ARR of each anchor, [N], when `free` keys are chosen: the first m by lookahead, the rest by history.
 
-    lookahead, history: [N, S] as `falling` gives them. m = 0 is history alone, m >= frame.free lookahead alone.
+    m >= free is lookahead alone. Both orders are as deep as what is chosen by them, history's by `free`.
     """
-    keys = np.arange(lookahead.shape[-1])
-    behind = keys < seen[:, None]  # [N, S]
-    taken: Mask = behind & ((keys < frame.sink) | (keys >= seen[:, None] - frame.recent))
-    left = frame.budget - taken.sum(-1)  # [N]
-    first = _first(lookahead, behind & ~taken, np.minimum(left, m))
-    taken |= first
-    taken |= _first(history, behind & ~taken, left - first.sum(-1))
-    return taken
-
-
-def recall(at: Windows, mask: Mask) -> Floats:
-    """Window ARR of each anchor under the keys read, [N]; keys past the seen ones count as read."""
-    read = mask | (np.arange(mask.shape[-1]) >= at.seen[:, None])
-    arr: Floats = np.where(read, at.future, 0.0).sum(-1, dtype=np.float64)
+    arr: Floats = history.rest.copy()
+    if lookahead is None or m == 0:
+        arr += history.gain[:, :free].sum(-1)
+        return arr
+    m = min(m, free)
+    first = lookahead.keys[:, :m]
+    width = 1 + max(int(keys.max(initial=0)) for keys in (first, history.keys))
+    taken = np.zeros((len(first), width), dtype=np.bool_)
+    np.put_along_axis(taken, first, True, axis=-1)
+    others = ~np.take_along_axis(taken, history.keys, axis=-1)  # [N, C]
+    others &= np.cumsum(others, axis=-1) <= free - m
+    arr += lookahead.gain[:, :m].sum(-1) + (history.gain * others).sum(-1)
     return arr
 
 
 def scored_arr(at: Windows, scores: Floats, frame: Frame) -> Floats:
     """Window ARR [N] of the best keys by these scores [N, S]: history ARR or lookahead ARR, by whose they are."""
-    order = falling(scores)
-    return recall(at, hybrid_mask(order, order, 0, at.seen, frame))
+    return recall(falling(at, scores, frame), frame.free)
 
 
 def hybrid_arr(at: Windows, lookahead: Floats, history: Floats, m: int, frame: Frame) -> Floats:
     """Window ARR [N] of m keys by lookahead scores and the rest by history scores, [N, S] each."""
-    return recall(at, hybrid_mask(falling(lookahead), falling(history), m, at.seen, frame))
+    return recall(falling(at, history, frame), frame.free, falling(at, lookahead, frame), m)
 
 
 def oracle_arr(at: Windows, frame: Frame) -> Floats:
@@ -143,12 +167,3 @@ def arr_by_delta(
         raise UserError(f"{len(recalled)} rows hold none {furthest} after another", "record more rows or lower deltas")
     at = Windows(recalled[target], target, first_position + target + 1)
     return [float(scored_arr(at, rows[target - delta], frame).mean()) for delta in deltas]
-
-
-def _first(order: Order, allowed: Mask, count: npt.NDArray[np.int64]) -> Mask:
-    """The first count[n] allowed keys of each order, [N, S]."""
-    in_order = np.take_along_axis(allowed, order, axis=-1)
-    in_order &= np.cumsum(in_order, axis=-1) <= count[:, None]
-    found = np.zeros_like(allowed)
-    np.put_along_axis(found, order, in_order, axis=-1)
-    return found

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from specdial.engine.trace.attention import DRAFT, TARGET, AttentionTrace
 from specdial.policies.console import table_console
-from specdial.simulator.arr import Frame, arr_by_delta, falling, hybrid_mask, oracle_arr, recall, scored_arr
+from specdial.simulator.arr import Frame, arr_by_delta, hybrid_arr, oracle_arr, scored_arr
 from specdial.simulator.arr_cases import best_heads, cases, mean_arr, sum_heads
 from specdial.simulator.heads import FoundHeads, HeadSearch
 
@@ -27,14 +27,20 @@ def delta_rows(
     recalled: the oracle at distance 0.
     """
     given = cases(trace, split)
+    recalled = [case.document.recalled() for case in given]
+    scored = {
+        "history": [sum_heads(case.document, TARGET, found.target, lambda r: r) for case in given],
+        "all_heads": recalled,
+    }
     rows: list[Row] = []
     for frame in frames:
-        arrs: dict[str, list[list[float]]] = {"history": [], "all_heads": []}
-        for case in given:
-            recalled, start = case.document.recalled(), case.document.run.first_position
-            scored = {"history": sum_heads(case.document, TARGET, found.target, lambda r: r), "all_heads": recalled}
-            for name, scores in scored.items():
-                arrs[name].append(arr_by_delta(recalled, scores, start, deltas, frame))
+        arrs = {
+            name: [
+                arr_by_delta(attention, scores, case.document.run.first_position, deltas, frame)
+                for case, attention, scores in zip(given, recalled, each)
+            ]
+            for name, each in scored.items()
+        }
         for i, delta in enumerate(deltas):
             means = {name: sum(arr[i] for arr in each) / len(each) for name, each in arrs.items()}
             rows.append({"budget": frame.budget, "delta": delta, **means})
@@ -67,7 +73,6 @@ def budget_rows(
     given = cases(trace, split, window=search.window, steps=search.steps)
     past = [case.history(found.target) for case in given]
     looks = [case.lookahead(found.draft) for case in given] if found.draft else []
-    orders = [(falling(look), falling(score)) for look, score in zip(looks, past)]
     rows: list[Row] = []
     for frame in frames:
         m = round(found.m * frame.free / found.frame.free) if found.frame.free else 0
@@ -83,8 +88,7 @@ def budget_rows(
         if found.draft:
             row["lookahead"] = mean_arr(scored_arr(case.at, look, frame) for case, look in zip(given, looks))
             row["hybrid"] = mean_arr(
-                recall(case.at, hybrid_mask(look, score, m, case.at.seen, frame))
-                for case, (look, score) in zip(given, orders)
+                hybrid_arr(case.at, look, score, m, frame) for case, look, score in zip(given, looks, past)
             )
         row["oracle"] = mean_arr(oracle_arr(case.at, frame) for case in given)
         rows.append(row)

@@ -20,7 +20,7 @@ import optuna
 from specdial.engine.trace.attention import DRAFT, TARGET, AttentionTrace
 from specdial.policies.errors import UserError
 from specdial.policies.fields import setting
-from specdial.simulator.arr import Floats, Frame, falling, hybrid_mask, recall, scored_arr
+from specdial.simulator.arr import Floats, Frame, Order, falling, recall
 from specdial.simulator.arr_cases import Case, Heads, best_heads, cases, mean_arr
 
 
@@ -119,30 +119,34 @@ def _looking(trace: AttentionTrace, source: str, search: HeadSearch) -> dict[int
 
 
 def _history_arr(given: list[Case], heads: Heads, frames: tuple[Frame, ...]) -> float:
-    scores = [case.history(heads) for case in given]
-    return float(np.mean([mean_arr(scored_arr(c.at, s, frame) for c, s in zip(given, scores)) for frame in frames]))
+    orders = _orders(given, [case.history(heads) for case in given], frames)
+    return float(np.mean([mean_arr(recall(order, frame.free) for order in orders) for frame in frames]))
+
+
+def _orders(given: list[Case], scores: list[Floats], frames: tuple[Frame, ...]) -> list[Order]:
+    """Each document's keys by its scores, deep enough for every frame; they differ in nothing but their budgets."""
+    depth = max(frame.free for frame in frames)
+    return [falling(case.at, score, frames[0], depth) for case, score in zip(given, scores)]
 
 
 def _add_draft_layers(
     given: list[Case], target: Heads, best: dict[int, Heads], search: HeadSearch
 ) -> tuple[Heads, tuple[tuple[int, float], ...]]:
     """Stage 2: the heads of the layers that joined, and the ARR after each."""
-    orders = [falling(case.history(target)) for case in given]
+    frames = search.stage_frames
+    orders = _orders(given, [case.history(target) for case in given], frames)
     totals: list[Floats] = [np.zeros_like(case.at.future, dtype=np.float64) for case in given]
 
     def hybrid(scores: list[Floats]) -> float:
-        looks = [falling(score) for score in scores]
+        looks = _orders(given, scores, frames)
         arrs = [
-            mean_arr(
-                recall(case.at, hybrid_mask(look, order, frame.free // 2, case.at.seen, frame))
-                for case, look, order in zip(given, looks, orders)
-            )
-            for frame in search.stage_frames
+            mean_arr(recall(order, frame.free, look, frame.free // 2) for look, order in zip(looks, orders))
+            for frame in frames
         ]
         return float(np.mean(arrs))
 
     chosen: Heads = ()
-    reached = [(-1, _history_arr(given, target, search.stage_frames))]
+    reached = [(-1, _history_arr(given, target, frames))]
     left = dict(best)
     while left and len(reached) <= search.most_draft_layers:
         found = {}
@@ -161,15 +165,13 @@ def _add_draft_layers(
 def _try_m(given: list[Case], target: Heads, draft: Heads, search: HeadSearch) -> dict[int, float]:
     """Stage 3: ARR by m, for every m tried."""
     frame = search.frame()
-    orders = [(falling(case.lookahead(draft)), falling(case.history(target))) for case in given]
+    looks = _orders(given, [case.lookahead(draft) for case in given], (frame,))
+    orders = _orders(given, [case.history(target) for case in given], (frame,))
     tried: dict[int, float] = {}
 
     def arr(m: int) -> float:
         if m not in tried:
-            tried[m] = mean_arr(
-                recall(case.at, hybrid_mask(look, past, m, case.at.seen, frame))
-                for case, (look, past) in zip(given, orders)
-            )
+            tried[m] = mean_arr(recall(order, frame.free, look, m) for look, order in zip(looks, orders))
         return tried[m]
 
     if frame.free < search.trials:

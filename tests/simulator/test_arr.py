@@ -13,7 +13,6 @@ from specdial.simulator.arr import (
     falling,
     history_scores,
     hybrid_arr,
-    hybrid_mask,
     lookahead_scores,
     oracle_arr,
     recall,
@@ -87,16 +86,36 @@ def test_the_ends_of_the_hybrid_are_history_and_lookahead(case, frame):
     assert (hybrid_arr(at, lookahead, history, frame.free, frame) == scored_arr(at, lookahead, frame)).all()
 
 
+def chosen(lookahead, history, m, seen, frame):
+    """The keys read after one anchor, in the plainest words: a set."""
+    keys = set(range(min(frame.sink, seen))) | set(range(max(0, seen - frame.recent), seen))
+    room = frame.budget - len(keys)
+    for scores, most in ((lookahead, min(m, room)), (history, room)):
+        free = sorted(set(range(seen)) - keys, key=lambda key: (-scores[key], key))
+        taken = min(most, len(free), frame.budget - len(keys))
+        keys |= set(free[:taken])
+    assert len(keys) == min(frame.budget, seen)
+    return keys
+
+
 @settings(max_examples=60, deadline=None)
 @given(case=cases, frame=frames, m=st.integers(0, 40))
-def test_a_selection_keeps_its_budget_and_what_is_protected(case, frame, m):
+def test_what_is_recalled_lies_on_the_keys_chosen(case, frame, m):
     at, history, lookahead = three(case)
-    mask = hybrid_mask(falling(lookahead), falling(history), m, at.seen, frame)
-    assert (mask.sum(-1) == np.minimum(frame.budget, at.seen)).all()
-    for row, seen in zip(mask, at.seen):
-        assert row[: frame.sink].all()
-        assert row[seen - frame.recent : seen].all()
-        assert not row[seen:].any()
+    found = hybrid_arr(at, lookahead, history, m, frame)
+    for n, seen in enumerate(at.seen):
+        keys = chosen(lookahead[n], history[n], m, seen, frame)
+        read = [*keys, *range(seen, at.future.shape[1])]
+        assert found[n] == pytest.approx(at.future[n, read].sum(), abs=1e-6)
+
+
+@settings(max_examples=40, deadline=None)
+@given(case=cases, frame=frames, m=st.integers(0, 40), less=st.integers(0, 30))
+def test_a_deeper_order_serves_a_smaller_budget(case, frame, m, less):
+    at, history, lookahead = three(case)
+    smaller = Frame(frame.budget - min(less, frame.free), frame.sink, frame.recent)
+    deep = (falling(at, scores, frame) for scores in (history, lookahead))
+    assert (recall(next(deep), smaller.free, next(deep), m) == hybrid_arr(at, lookahead, history, m, smaller)).all()
 
 
 @settings(max_examples=40, deadline=None)
@@ -124,13 +143,14 @@ def test_by_hand():
     assert scored_arr(at, lookahead, frame) == pytest.approx(0.1 + 0.3 + 0.05 + 0.1 + 0.2)  # keys 3 and 2
     assert hybrid_arr(at, lookahead, history, 1, frame) == pytest.approx(0.1 + 0.3 + 0.05 + 0.1 + 0.2)
     assert oracle_arr(at, frame) == pytest.approx(0.1 + 0.2 + 0.3 + 0.1 + 0.2)  # keys 1 and 3
-    assert recall(at, np.zeros((1, 7), dtype=bool)) == pytest.approx(0.2)
+    assert oracle_arr(at, Frame(1, 0, 0)) == pytest.approx(0.3 + 0.2)
 
 
 def test_ties_go_to_the_lowest_key():
     at = Windows(np.full((1, 8), 0.125), np.array([0]), np.array([8]))
-    order = falling(np.zeros((1, 8)))
-    assert hybrid_mask(order, order, 1, at.seen, Frame(5, 1, 1)).tolist() == [[1, 1, 1, 1, 0, 0, 0, 1]]
+    order = falling(at, np.zeros((1, 8)), Frame(5, 1, 1))
+    assert order.keys.tolist() == [[1, 2, 3]]
+    assert falling(at, np.zeros((1, 8)), Frame(5, 1, 1), 9).keys.tolist() == [[1, 2, 3, 4, 5, 6, 8, 8, 8]]
 
 
 def test_scores_decay_with_distance_where_attention_drifts():
