@@ -25,7 +25,7 @@ def read_queries(s: Sequences, tokens: list[int], start: int) -> Tensor:
 
     s: one sequence whose cache holds the keys of tokens[:start]; the keys of the others are written (again). Afterwards
     every key of `tokens` is cached. On a GPU rows pass as those of a prompt do: the kernels for few rows are compiled
-    for each count of rows and each matrix, a second or so apiece, which a few hundred rows do not pay back.
+    for each count of rows and each matrix, half a second apiece, which a few hundred rows do not pay back.
     Raises ValueError on more sequences than one, or on a start outside the text.
     """
     if s.batch != 1:
