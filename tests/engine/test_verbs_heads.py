@@ -1,6 +1,7 @@
 """specdial heads end to end on tiny models, and the attention trace's files: what is kept, and what is refused."""
 
 import json
+import shutil
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -21,12 +22,16 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 @pytest.fixture
 def settings(tiny_checkpoint, tmp_path):
     """Two documents of 200 tokens and 12 new ones, a target of three layers and a draft model of two."""
+    return small_settings(tiny_checkpoint, tmp_path / "h")
+
+
+def small_settings(tiny_checkpoint, out):
     workload = {"kind": "book", "context_tokens": 200, "documents": 2, "new_tokens": 12}
     return {
         "model": {"source": str(tiny_checkpoint("llama")), "device": "cpu"},
         "draft": str(tiny_checkpoint("llama", num_hidden_layers=2, seed=3)),
         "workload": workload,
-        "out": str(tmp_path / "h"),
+        "out": str(out),
         "rows": 20,
         "heads_per_layer": 2,
         "ranking": {"documents": 1},
@@ -108,6 +113,14 @@ def test_needles_must_fit_the_context(settings):
         heads.run({**settings, "workload": {**settings["workload"], "context_tokens": 100}})
 
 
+@pytest.fixture(scope="module")
+def recorded(tiny_checkpoint, tmp_path_factory):
+    """A record of the target alone."""
+    out = tmp_path_factory.mktemp("recorded") / "h"
+    heads.run({**small_settings(tiny_checkpoint, out), "draft": None})
+    return out
+
+
 def break_meta(out):
     meta = json.loads((out / "meta.json").read_text())
     (out / "meta.json").write_text(json.dumps({**meta, "schema": "specdial/attention/0"}))
@@ -155,11 +168,11 @@ def break_bytes(out):
         (lambda out: (out / "heads.parquet").unlink(), "heads.parquet is missing"),
     ],
 )
-def test_damage_is_refused(settings, tmp_path, harm, says):
-    heads.run({**settings, "draft": None})
-    harm(tmp_path / "h")
+def test_damage_is_refused(recorded, tmp_path, harm, says):
+    out = shutil.copytree(recorded, tmp_path / "h")
+    harm(out)
     with pytest.raises(UserError, match=says):
-        read_attention(settings["out"])
+        read_attention(out)
 
 
 def test_a_draft_model_with_other_tokens_is_refused(settings, tiny_model, write_gguf, tmp_path):
