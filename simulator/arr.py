@@ -100,7 +100,7 @@ def lookahead_scores(rows: Floats, at: Windows, steps: int) -> Floats:
 
 
 def falling(at: Windows, scores: Floats, frame: Frame, depth: int | None = None) -> Order:
-    """The first `depth` keys by falling scores [N, S], as many as the frame has free by default. C = depth."""
+    """The first `depth` keys by falling scores [N, S] >= 0, as many as the frame has free by default. C = depth."""
     N, S = scores.shape
     depth = frame.free if depth is None else depth
     keys = np.full((N, depth), S)
@@ -108,9 +108,11 @@ def falling(at: Windows, scores: Floats, frame: Frame, depth: int | None = None)
     for n, (row, future, seen) in enumerate(zip(scores, at.future, at.seen)):
         first, last = min(frame.sink, seen), max(min(frame.sink, seen), seen - frame.recent)
         choice = row[first:last]
-        best = np.arange(len(choice))
-        if depth < len(choice):  # the others are not sorted
-            best = np.flatnonzero(choice >= np.partition(choice, -depth)[-depth]) if depth else best[:0]
+        best = np.flatnonzero(choice > 0)  # of a record most scores are 0
+        if len(best) < depth:
+            best = np.arange(len(choice))
+        elif depth:  # what lies below the last of them is not sorted
+            best = best[choice[best] >= np.partition(choice[best], -depth)[-depth]]
         best = first + best[np.argsort(-choice[best], kind="stable")[:depth]]
         keys[n, : len(best)] = best
         gain[n, : len(best)] = future[best]

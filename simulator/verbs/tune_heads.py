@@ -12,6 +12,7 @@ from specdial.engine.trace.attention_file import read_attention
 from specdial.policies.artifact import claim_directory, digest_of, provenance, write_json_atomic
 from specdial.policies.fields import parse, setting, to_plain
 from specdial.policies.file import save_policy
+from specdial.policies.progress import progress
 from specdial.policies.schema import Policy, policy_from_mapping
 from specdial.simulator.arr_report import DELTAS, Row, budget_rows, delta_rows, layer_rows, print_arr
 from specdial.simulator.heads import FoundHeads, HeadSearch, search_heads
@@ -40,15 +41,19 @@ class Settings:
 def run(settings: dict[str, Any]) -> dict[str, Any]:
     """Search, print, write `out`; returns the choice, what it recalls at each budget, and where the policy is."""
     s = parse(Settings, settings)
-    trace = read_attention(s.trace)
     split, shown = (None if name == "all" else name for name in (s.split, s.shown))
-    found = search_heads(trace, s.search, split)
     frames = [s.search.frame(budget) for budget in sorted({*s.budgets, s.search.budget})]
-    tables = {
-        "by_distance": delta_rows(trace, found, DELTAS, frames, shown),
-        "by_layer": layer_rows(trace, s.search, [s.search.frame()], shown),
-        "by_budget": budget_rows(trace, found, s.search, frames, shown),
-    }
+    with progress("tune_heads", 3) as bar:
+        bar.say(f"reading {s.trace}", now=True)
+        trace = read_attention(s.trace)
+        bar.advance(note="searching heads")
+        found = search_heads(trace, s.search, split)
+        bar.advance(note="making tables")
+        tables = {
+            "by_distance": delta_rows(trace, found, DELTAS, frames, shown),
+            "by_layer": layer_rows(trace, s.search, [s.search.frame()], shown),
+            "by_budget": budget_rows(trace, found, s.search, frames, shown),
+        }
     stamp = {
         **provenance(),
         "model_digest": trace.meta.model.get("digest"),

@@ -53,7 +53,9 @@ def test_the_choice_is_written_as_a_policy(recorded, tmp_path, capsys):
     assert policy.drafter.kind == ("model" if found["m"] else "sparse_self")
     assert not policy.lossless
     assert policy.provenance["model_digest"] == "d"
-    assert f"{found['by_budget'][1]['oracle']:.4f}" in capsys.readouterr().out
+    said = capsys.readouterr()
+    assert f"{found['by_budget'][1]['oracle']:.4f}" in said.out
+    assert said.err.startswith("tune_heads 0/3 reading ")
 
 
 def test_without_a_draft_model_the_policy_verifies_by_history(recorded, tmp_path):
