@@ -133,7 +133,9 @@ def _main(arguments: list[str]) -> None:
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises, and one line can be made of it in `task` and below
     sys.argv = [f"specdial {verb}", *(part for argument in arguments[1:] for part in rewrite(argument))]
     try:
-        hydra.main(version_base="1.3", config_path="pkg://specdial.conf", config_name=verb)(task(verb))()
+        # Hydra 1.3 asks for its version, 1.4 warns of being asked.
+        base = {"version_base": "1.3"} if hydra.__version__.startswith("1.3.") else {}
+        hydra.main(config_path="pkg://specdial.conf", config_name=verb, **base)(task(verb))()
     except (HydraException, OmegaConfBaseException) as error:
         fail(f"{error}; see specdial {verb} --help")
     except OSError as error:  # of a sweep's own folder

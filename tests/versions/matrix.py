@@ -38,6 +38,7 @@ TESTS = (
     "tests/simulator/test_replay_verb.py",
     "tests/simulator/test_space.py",
     "tests/simulator/test_study.py",
+    "tests/conf/test_cli.py",
     "tests/conf/test_help.py",
     "tests/conf/test_returns.py",
     "tests/conf/test_verify_overrides.py",
