@@ -80,10 +80,9 @@ def run(settings: Mapping[str, Any], job: Job | None = None) -> dict[str, Any]:
     job: a loaded model and its documents, instead of those that the settings name. An unfinished run starts over.
     """
     s = parse(Settings, settings)
+    job = job or load_job(s.model, s.workload, s.split)
+    models = {TARGET: job.model, **({DRAFT: _draft_model(job, s.draft)} if s.draft else {})}
     with progress("heads", 0) as bar:
-        bar.say("loading models and documents", now=True)
-        job = job or load_job(s.model, s.workload, s.split)
-        models = {TARGET: job.model, **({DRAFT: _draft_model(job, s.draft)} if s.draft else {})}
         needles = _needles(job, s.ranking)
         out = Path(s.out)
         claim_directory(out, "heads", to_plain(s))

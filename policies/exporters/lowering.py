@@ -15,8 +15,6 @@ from specdial.policies.exporters.options import STAND_INS, Options
 from specdial.policies.exporters.rows import Fate, Length, Range, Row, cell_name, told
 from specdial.policies.schema import Policy, plain_policy
 
-MOST_INT = 2**31 - 1
-
 
 @dataclass(frozen=True, slots=True)
 class Plan:
@@ -113,7 +111,6 @@ def plan(policy: Policy, options: Options, drafters: Iterable[str], *, keeps: It
         rows.append(Row("all", "scoring_heads", "dropped", "no selection is scored"))
     if policy.kv.where == "host":
         rows.append(Row("all", "kv", "dropped", "keys live where the engine puts them"))
-    _check_boundaries(policy)
     contexts = _ranges(0, [(c.from_context_tokens, c.to_context_tokens) for c in policy.cells])
     batches = _ranges(1, [(c.from_batch, c.to_batch) for c in policy.cells])
     cell = tuple(tuple(policy.variant_index(c, b) for b, _ in batches) for c, _ in contexts)
@@ -190,15 +187,6 @@ def _check_model(name: str, where: str) -> None:
     """A model's name ends up on command lines. Raises UserError on one that could be read as something else."""
     if name.startswith("-") or not name.isprintable():
         raise UserError(f"{where} is {name[:60]!r}", "use printable characters and no dash in front", field=where)
-
-
-def _check_boundaries(policy: Policy) -> None:
-    """Raises UserError on a cell that starts or ends where no engine's integers reach."""
-    for i, cell in enumerate(policy.cells):
-        for name in ("from_context_tokens", "to_context_tokens", "from_batch", "to_batch"):
-            if (getattr(cell, name) or 0) > MOST_INT:
-                where = f"cells[{i}].{name}"
-                raise UserError(f"{where} is beyond any engine", f"use at most {MOST_INT}", field=where)
 
 
 def _ranges(start: int, given: list[Range]) -> tuple[Range, ...]:

@@ -43,10 +43,9 @@ def run(settings: dict[str, Any]) -> dict[str, Any]:
     s = parse(Settings, settings)
     split, shown = (None if name == "all" else name for name in (s.split, s.shown))
     frames = [s.search.frame(budget) for budget in sorted({*s.budgets, s.search.budget})]
-    with progress("tune_heads", 3) as bar:
-        bar.say(f"reading {s.trace}", now=True)
-        trace = read_attention(s.trace)
-        bar.advance(note="searching heads")
+    trace = read_attention(s.trace)
+    with progress("tune_heads", 2) as bar:
+        bar.say("searching heads", now=True)
         found = search_heads(trace, s.search, split)
         bar.advance(note="making tables")
         tables = {

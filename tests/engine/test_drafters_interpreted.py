@@ -2,4 +2,4 @@
 
 
 def test_drafters_in_the_interpreter(in_interpreter) -> None:
-    in_interpreter(__file__, "interpreted_drafters.py", "interpreted_self_test.py")
+    in_interpreter(__file__, "interpreted_drafters.py", "interpreted_doctor.py")

@@ -45,9 +45,9 @@ def test_what_is_recorded_is_the_models_attention(settings, capsys):
     said = capsys.readouterr()
     assert "needle mass" in said.out
     lines = said.err.splitlines()
-    assert lines[:2] == ["heads loading models and documents", "heads 0/6 ranking heads of the target"]
-    assert lines[2].startswith("heads 1/6 ranking heads of the draft, about ")
-    assert lines[3].startswith("heads 2/6 recording rows, about ")
+    assert lines[0] == "heads 0/6 ranking heads of the target"
+    assert lines[1].startswith("heads 1/6 ranking heads of the draft, about ")
+    assert lines[2].startswith("heads 2/6 recording rows, about ")
     assert len(trace.heads) == (3 + 2) * 4
     assert [d.run.doc for d in trace.documents] == [0, 1]
     document = trace.documents[1]
