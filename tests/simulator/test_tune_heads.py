@@ -55,7 +55,7 @@ def test_the_choice_is_written_as_a_policy(recorded, tmp_path, capsys):
     assert policy.provenance["model_digest"] == "d"
     said = capsys.readouterr()
     assert f"{found['by_budget'][1]['oracle']:.4f}" in said.out
-    assert said.err.startswith("tune_heads 0/3 reading ")
+    assert said.err.startswith("tune_heads 0/2 searching heads")
 
 
 def test_without_a_draft_model_the_policy_verifies_by_history(recorded, tmp_path):
