@@ -46,7 +46,9 @@ class Tuned:
         """The surface as plain data, policies by name."""
         if self.surface is None:
             return None
-        return {**to_plain(replace(self.surface, policy=None, single=None)), "single": self.surface.single.name}  # type: ignore[arg-type]
+        single = self.surface.single
+        plain = to_plain(replace(self.surface, policy=None, single=None))  # type: ignore[arg-type]
+        return {**plain, "single": single.name, "single_k_max": single.k_max}
 
     def test_plain(self) -> dict[str, Any] | None:
         """Results on test documents by name, None where the trace has none."""

@@ -54,7 +54,7 @@ def section(inputs: Inputs) -> Section:
     figures, html = [], key(*marks)
     if composed:
         figures.append(_figure("chart-composed", composed))
-        html += _kinds(inputs) + chart(figures[-1], "Policy by context and batch, as the search composed it")
+        html += _kinds(inputs) + chart(figures[-1], "Policy by context and batch, as the search chose it")
     if fixed:
         figures.append(_figure("chart-fixed", fixed))
         caption = "Acceptance is as recorded, whatever the context: this shows where costs turn, not where text does."
@@ -71,18 +71,15 @@ def _kinds(inputs: Inputs) -> str:
 
 
 def _composed(study: dict[str, Any]) -> list[Tile]:
-    cells = (study.get("surface") or {}).get("cells", [])
-    return [
-        Tile(
-            c["context_tokens"],
-            c["batch"],
-            c["policy"] if c["k_max"] else "k = 0",
-            c["speedup"],
-            c["k_max"] > 0,
-            c["moved"],
-        )
-        for c in cells
-    ]
+    """The surface, or the single policy that is the choice where a surface saves nothing."""
+    surface = study.get("surface") or {}
+    found = []
+    for c in surface.get("cells", []):
+        k_max = c["k_max"] if surface["pays"] else surface["single_k_max"]
+        name, speedup = (c["policy"], c["speedup"]) if surface["pays"] else (surface["single"], c["single_speedup"])
+        at = (c["context_tokens"], c["batch"])
+        found.append(Tile(*at, name if k_max else "k = 0", speedup, k_max > 0, c["moved"]))
+    return found
 
 
 def _fixed(corners: Sequence[dict[str, Any]]) -> list[Tile]:
