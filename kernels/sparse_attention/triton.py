@@ -249,7 +249,8 @@ def plan(pairs: int, rows: int, keys: int, dtype: torch.dtype, *, tree: bool = F
         return SparseConfig(block_m=16, block_n=32, splits=1, warps=4, stages=2)
     block_m = min(64, max(16, triton.next_power_of_2(rows)))
     room = max(1, PROGRAMS // (pairs * triton.cdiv(rows, block_m)))
-    block_n, stages = (64 if block_m > 16 or 2 <= room <= 4 else 128), 3  # few splits: smaller tiles were faster at 32 pairs
+    few_splits = 2 <= room <= 4  # smaller tiles were faster there
+    block_n, stages = (64 if block_m > 16 or few_splits else 128), 3
     tiles = triton.cdiv(keys, block_n)
     tiles_each = triton.cdiv(tiles, min(room, tiles, MAX_SPLITS))
     warps = 8 if tree and block_m > 16 else 4
