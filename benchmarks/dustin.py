@@ -24,30 +24,29 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent / "kernels"))
 sys.path.insert(0, str(Path(__file__).resolve().parent / "engine"))
 from _bench import finish, gate, record, relative_error, time_graph
-from _engine_bench import PARTS, accounts, check, close, save
-from _real_records import VLLM, VLLM_NAME
-from prompts import Sources, prompts_of, read
-from specpv import Cell, fidelities, found_needles, timed
+from _engine_bench import PARTS, accounts, check, close, complete, save, script
+from _real_records import is_1_5b, peers
+from prompts import given
+from specpv import Cell, fidelities, needle_records, sequences_for, timed
 
-from specdial.engine.job import backend_for, empty_sequences
+from specdial.engine.acceptance import Acceptance
+from specdial.engine.job import backend_for
 from specdial.engine.loop import Decoding
 from specdial.engine.sampling import Sampling
 from specdial.engine.sequences import Sequences
 from specdial.engine.weights import load_model
-from specdial.engine.workloads import WorkloadSpec, build
 from specdial.kernels.full_attention import full_attention
 from specdial.kernels.head_scores import head_scores
 from specdial.kernels.selection import select
 from specdial.kernels.sparse_attention import sparse_attention, workspace_for
 from specdial.kernels.sparse_attention.reference import sparse_attention_reference
-from specdial.policies.errors import UserError
 from specdial.policies.file import load_policy
 from specdial.policies.schema import plain_policy, policy_from_mapping
 
 D1 = {"B": 16, "H": 64, "Hk": 8, "layers": 80, "S": 32768, "T": 5, "D": 128, "budget": 512, "heads": (8, 10, 13, 15)}
 D1_BAR, D4_BAR = 27.85, 1900.0
 D4 = {"target": "llama-3.1-8b", "draft": "llama-3.2-1b", "batch": 16, "context": 32768, "budget": 512, "k": 4}
-VLLM_D4 = 767.0  # vLLM 0.23's plain tokens/s on this shape, measured elsewhere
+PEERS_D4 = {"vllm-0.23 plain (measured elsewhere)": 767.0}  # tokens/s on this shape
 FULL = {"context": 31000, "batches": [16, 64], "budgets": [512, 2048], "periods": [0, 8], "k": [4], "new_tokens": 256}
 FULL |= {"repeats": 2, "needles": 16, "workloads": ["code"], "windows": [0, 1024]}
 CPU = {"context": 300, "batches": [2], "budgets": [64], "periods": [0, 2], "k": [3], "new_tokens": 12, "repeats": 1}
@@ -80,9 +79,9 @@ def attention_case():
         return sparse_attention(q, *cache, chosen, counts, **where)
 
     one = slice(0, 1)
-    parts = [x[one] for x in (q, *caches[0])]
+    first = [x[one] for x in (q, *caches[0])]
     want = sparse_attention_reference(
-        *(x.double() for x in parts), chosen[one], counts[one], tail_start=lengths[one], lengths=lengths[one]
+        *(x.double() for x in first), chosen[one], counts[one], tail_start=lengths[one], lengths=lengths[one]
     )
     gate("D1 sparse verification", relative_error(verify(caches[0])[one], want), 6e-3)
     scores = estimate(caches[0][0])
@@ -96,13 +95,13 @@ def attention_case():
     sparse_us = times["sparse attention, a layer"].median_us
     shared_us = sum(t.median_us for name, t in times.items() if name.endswith("verification"))
     where = f"72B shape, B {B}, context {S}, T {T}, budget {budget}, {layers} layers"
-    peers = {"full attention (ours), a layer": round(full.median_us, 2)}
-    peers |= {name: round(t.median_us, 2) for name, t in times.items()}
+    parts = {"full attention (ours), a layer": round(full.median_us, 2)}
+    parts |= {name: round(t.median_us, 2) for name, t in times.items()}
     share = times["estimation, a verification"].median_us / (full.median_us * layers)
     return [
         record("D1", f"full over sparse verification, {where}", full.median_us / (sparse_us + shared_us / layers), "x",
-               bar=D1_BAR, peers=peers),
-        record("D2", f"estimation over full attention of all layers, {where}", share, "frac", bar=0.01, peers=peers),
+               bar=D1_BAR, peers=parts),
+        record("D2", f"estimation over full attention of all layers, {where}", share, "frac", bar=0.01, peers=parts),
     ]  # fmt: skip
 
 
@@ -129,12 +128,11 @@ def forced_case(accepted, windows, rounds=48):
     for sequences in (s, s.companions["drafter"]):
         sequences.cache.k.normal_()
         sequences.cache.v.normal_()
-    alpha = chance_of(accepted - 1, k)
+    forced = Acceptance(mean=accepted - 1)  # the bonus token aside
     made, speed = [], {}
     for name, policy in policies.items():
         s.hold([1] * context, limit=600)
-        synthetic = (alpha,) * k if policy.k_max else ()
-        running = Decoding(s, policy, Sampling(), list(range(B)), synthetic=synthetic).rounds()
+        running = Decoding(s, policy, Sampling(), list(range(B)), synthetic=forced.of(policy)).rounds()
         for _ in range(6):
             next(running)
         done = [next(running) for _ in range(rounds)]
@@ -143,19 +141,9 @@ def forced_case(accepted, windows, rounds=48):
         speed[name] = sum(len(e) for r in done for e in r.emitted) / spent_us * 1e6
         case = f"{name}, {D4['target']} + {D4['draft']} shapes, random weights, B {B}, context {context}"
         case += f", acceptance forced (synthetic acceptance, {accepted} tokens a verify asked)" if policy.k_max else ""
-        peers = {"vllm-0.23 plain (measured elsewhere)": VLLM_D4}
         bar = {"bar": D4_BAR, "speedup": round(speed[name] / speed["plain"], 2)} if policy.k_max else {}
-        made.append(record(f"D4-{name}", case, speed[name], "tok/s", **accounts(done), **bar, peers=peers))
+        made.append(record(f"D4-{name}", case, speed[name], "tok/s", **accounts(done), **bar, peers=PEERS_D4))
     return made
-
-
-def chance_of(accepted, k):
-    """The chance of each draft for which a round of k accepts `accepted` on average."""
-    low, high = 0.0, 1.0
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (middle, high) if sum(middle ** (i + 1) for i in range(k)) < accepted else (low, middle)
-    return low
 
 
 def entries(a):
@@ -182,31 +170,23 @@ def entries(a):
     return found
 
 
-def sequences_for(model, cell, policies, a, loaded):
-    longest = max(map(len, cell.prompts)) + a.new_tokens
-    return empty_sequences(model, longest, cell.batch, list(policies.values()), draft_models=loaded)
-
-
 def text_case(a):
     """D3 of every workload and batch; fidelity of the smallest batch, needles once."""
     model = load_model(a.model, device="cpu" if a.cpu else "cuda")
     check(model.config, model.decoder.device, model.decoder.dtype)
-    policies, loaded, made = entries(a), {}, []
-    prefix = "cpu-" if a.cpu else ""
+    policies, loaded, made = entries(a), {"draft_models": {}}, []
+    facts = {"model": model.config.name, "prefix": "cpu-" if a.cpu else "", "is_1_5b": is_1_5b(model.config)}
     for workload in a.workloads:
         count = max(a.batches)
-        if a.prompts:
-            ids, about = read(a.prompts, model.tokenizer, workload, a.context)
-        else:
-            ids, about = prompts_of(workload, model.tokenizer, Sources(), a.context, count, a.new_tokens), {}
+        ids, facts["about"] = given(
+            a.prompts, model.tokenizer, workload, a.context, count=count, new_tokens=a.new_tokens
+        )
         for batch in sorted(a.batches):
             cell = Cell(workload, a.context, batch, ids[:batch].tolist())
             s = sequences_for(model, cell, policies, a, loaded)
             runs = timed(s, cell, policies, a)
             judged = fidelities(s, cell, policies, a) if batch == min(a.batches) else {}
-            rows = text_records(
-                cell, policies, runs, judged, {"model": model.config.name, "prefix": prefix, "about": about}
-            )
+            rows = text_records(cell, policies, runs, judged, facts)
             made += rows
             for r in rows:
                 print(f"{r['id']:<36}{r['value']:>9.1f} x{r['speedup']:.2f} acc {r['mean_accepted']:.2f} "
@@ -215,17 +195,15 @@ def text_case(a):
             if a.out:
                 save(made, a.out)
     if a.needles:
-        made += needle_case(model, policies, a, loaded, prefix)
+        made += needle_records(model, a.context, policies, a, loaded, facts, "D3")
     return made
 
 
 def text_records(cell, policies, runs, judged, facts):
     """One record a policy. Speed is while every sequence decodes, as vLLM's was measured, and over the whole run."""
     full = {name: statistics.median(r.full_tokens_per_s for r in repeats) for name, repeats in runs.items()}
-    peers = {}
-    if cell.context == 31000 and cell.batch in VLLM and "1.5B" in facts["model"]:
-        peers[VLLM_NAME] = round(VLLM[cell.batch], 1)
-    best = max(full["plain"], *peers.values()) if peers else full["plain"]
+    others = peers(cell, facts)
+    best = max([full["plain"], *others.values()])
     made = []
     for name, repeats in runs.items():
         case = f"{name}, {facts['model']}, {cell.workload}, B {cell.batch}, context {cell.context}"
@@ -236,24 +214,10 @@ def text_records(cell, policies, runs, judged, facts):
                 f"{facts['prefix']}D3-{cell.suffix}-{name}", case, full[name], "tok/s",
                 spread=sorted(round(r.full_tokens_per_s, 1) for r in repeats), speedup=round(full[name] / best, 3),
                 whole_tokens_per_s=round(statistics.median(whole), 1), lossless=policies[name].lossless,
-                **accounts([x for r in repeats for x in r.rounds]), **said, peers=peers, about=facts["about"],
+                **accounts([x for r in repeats for x in r.rounds]), **said, peers=others, about=facts["about"],
             )
         )  # fmt: skip
     return made
-
-
-def needle_case(model, policies, a, loaded, prefix):
-    """Share of needles named, by every policy."""
-    shares = {"train_frac": 0.0, "validation_frac": 0.0, "test_frac": 1.0}
-    documents = build(WorkloadSpec("needle", a.context, a.needles, 16, **shares), model.tokenizer)
-    cell = Cell("needle", a.context, min(a.needles, min(a.batches)), [d.prompt_ids for d in documents])
-    found = found_needles(sequences_for(model, cell, policies, a, loaded), documents, policies, model.tokenizer)
-    print("needles named:", ", ".join(f"{name} {share:.2f}" for name, share in found.items()), flush=True)
-    return [
-        record(f"{prefix}D3-needle-{a.context // 1000}k-{name}", f"{name}, {model.config.name}, {a.needles} needles",
-               share, "found")
-        for name, share in found.items()
-    ]  # fmt: skip
 
 
 def arguments(argv):
@@ -271,11 +235,7 @@ def arguments(argv):
     p.add_argument("--cpu", action="store_true", help="D3, tiny, on the CPU, unrecorded")
     a = p.parse_args(argv)
     a.heads = {"target": [[0, 0]], "draft": [[0, 0]]}  # of a --cpu run without a policy file
-    for name, value in (CPU if a.cpu else FULL).items():
-        if getattr(a, name) is None:
-            setattr(a, name, value)
-    if a.cpu and a.out:
-        p.error("a CPU run's numbers cannot be written: leave out --out")
+    complete(p, a, CPU if a.cpu else FULL, toy="CPU" if a.cpu else None)
     if "D3" in a.cases and not (a.model and a.draft and (a.cpu or (a.policy and a.prompts))):
         p.error("D3 needs --model, --draft, --policy and --prompts")
     return a
@@ -299,7 +259,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except UserError as error:
-        sys.exit(f"error: {error}")
+    script(main)

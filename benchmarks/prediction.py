@@ -20,7 +20,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "kernels"))
 sys.path.insert(0, str(Path(__file__).resolve().parent / "engine"))
-from _engine_bench import save
+from _engine_bench import complete, save, script
 from prediction_cell import Cell, Clock, measure
 from prediction_documents import KINDS, built, from_prompts, spec_of
 from prediction_records import show
@@ -58,11 +58,7 @@ def arguments(argv):
     size.add_argument("--small", action="store_true", help="short contexts, on the CPU")
     size.add_argument("--dry", action="store_true", help="tiny, on the CPU, unrecorded")
     a = p.parse_args(argv)
-    for name, value in (DRY if a.dry else SMALL if a.small else FULL).items():
-        if getattr(a, name, None) is None:
-            setattr(a, name, value)
-    if a.dry and a.out:
-        p.error("a dry run's numbers cannot be written: leave out --out")
+    complete(p, a, DRY if a.dry else SMALL if a.small else FULL, toy="dry" if a.dry else None)
     return a
 
 
@@ -116,7 +112,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except UserError as error:
-        sys.exit(f"error: {error}")
+    script(main)

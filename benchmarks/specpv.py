@@ -23,8 +23,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent / "kernels"))
 sys.path.insert(0, str(Path(__file__).resolve().parent / "engine"))
 from _bench import record
-from _engine_bench import Run, accounts, check, close, decode, save
-from prompts import Sources, prompts_of, read
+from _engine_bench import Run, accounts, check, close, complete, decode, save, script
+from prompts import given
 
 from specdial.engine.fidelity import measure_fidelity, plain_output, summary
 from specdial.engine.job import empty_sequences
@@ -68,9 +68,11 @@ def entries(a):
     return found
 
 
-def sequences_for(model, cell, policies, a, heads):
+def sequences_for(model, cell, policies, a, loaded):
+    """Room for a cell's prompts. loaded: the heads or draft models that were loaded already, as `empty_sequences`
+    takes them."""
     longest = max(map(len, cell.prompts)) + a.new_tokens
-    return empty_sequences(model, longest, cell.batch, list(policies.values()), heads=heads)
+    return empty_sequences(model, longest, cell.batch, list(policies.values()), **loaded)
 
 
 def timed(s, cell, policies, a):
@@ -156,21 +158,21 @@ def show(cell, runs, records):
         print(f"{line:<70}", "/".join(f"{us:.0f}" for us in p1["parts_us"].values()), flush=True)
 
 
-def needle_records(model, context, policies, a, heads, facts):
-    """P4 of every policy at one context."""
+def needle_records(model, context, policies, a, loaded, facts, item="P4"):
+    """The share of needles that every policy names at one context."""
     shares = {"train_frac": 0.0, "validation_frac": 0.0, "test_frac": 1.0}
     spec = WorkloadSpec("needle", context, a.needles, 16, **shares)
     documents = build(spec, model.tokenizer)
     batch = next(n for n in range(min(a.needles, 8), 0, -1) if a.needles % n == 0)
     cell = Cell("needle", context, batch, [d.prompt_ids for d in documents])
-    s = sequences_for(model, cell, policies, a, heads)
+    s = sequences_for(model, cell, policies, a, loaded)
     found = found_needles(s, documents, policies, model.tokenizer)
     shown = ", ".join(f"{name} {share:.2f}" for name, share in found.items())
     print(f"\nneedles named at {context}: {shown}", flush=True)
     about = {**facts["about"], "needles": a.needles}
     return [
         record(
-            f"{facts['prefix']}P4-needle-{context // 1000}k-{name}",
+            f"{facts['prefix']}{item}-needle-{context // 1000}k-{name}",
             f"{name}, {facts['model']}, needle, context {context}", share, "found", about=about,
         )
         for name, share in found.items()
@@ -192,11 +194,7 @@ def arguments(argv):
     p.add_argument("--singles", type=int, default=4, help="sequences that batch 1 is measured over")
     p.add_argument("--cpu", action="store_true", help="tiny, on the CPU, unrecorded")
     a = p.parse_args(argv)
-    for name, value in (CPU if a.cpu else FULL).items():
-        if getattr(a, name) is None:
-            setattr(a, name, value)
-    if a.cpu and a.out:
-        p.error("a CPU run's numbers cannot be written: leave out --out")
+    complete(p, a, CPU if a.cpu else FULL, toy="CPU" if a.cpu else None)
     if not a.cpu and not a.prompts:
         p.error("--prompts is missing: write them with benchmarks/engine/prompts.py")
     return a
@@ -207,14 +205,10 @@ def main(argv=None):
     policies = entries(a)
     model = load_model(a.model, device="cpu" if a.cpu else "cuda")
     check(model.config, model.decoder.device, model.decoder.dtype)
-    heads, records = {}, []
+    loaded, records = {"heads": {}}, []
     for workload, context in itertools.product(a.workloads, a.contexts):
         count = max(a.singles if batch == 1 else batch for batch in a.batches)
-        about = {}
-        if a.prompts:
-            ids, about = read(a.prompts, model.tokenizer, workload, context)
-        else:
-            ids = prompts_of(workload, model.tokenizer, Sources(), context, count, a.new_tokens)
+        ids, about = given(a.prompts, model.tokenizer, workload, context, count=count, new_tokens=a.new_tokens)
         if len(ids) < count:
             raise UserError(f"{a.prompts} has {len(ids)} prompts of {workload}, {count} are wanted", "lower --batches")
         facts = {"model": model.config.name, "prefix": "cpu-" if a.cpu else ""}
@@ -222,7 +216,7 @@ def main(argv=None):
         facts["about"] |= {"sink": a.sink, "recent": a.recent, "dtype": str(model.decoder.dtype).split(".")[1]}
         for batch in a.batches:
             cell = Cell(workload, context, batch, ids[: a.singles if batch == 1 else batch].tolist())
-            s = sequences_for(model, cell, policies, a, heads)
+            s = sequences_for(model, cell, policies, a, loaded)
             runs = timed(s, cell, policies, a)
             records += (fresh := records_of(cell, policies, runs, fidelities(s, cell, policies, a), facts))
             show(cell, runs, fresh)
@@ -230,7 +224,7 @@ def main(argv=None):
             if a.out:
                 save(records, a.out)
     for context in a.contexts if a.needles else ():
-        records += needle_records(model, context, policies, a, heads, facts)
+        records += needle_records(model, context, policies, a, loaded, facts)
     if a.out:
         save(records, a.out)
     close(records)
@@ -238,7 +232,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except UserError as error:
-        sys.exit(f"error: {error}")
+    script(main)

@@ -28,6 +28,7 @@ from specdial.engine.models import Decoder
 from specdial.engine.sampling import Sampling
 from specdial.engine.sequences import ROW_MULTIPLE, Sequences
 from specdial.engine.weights.random_weights import RandomWeights
+from specdial.policies.errors import UserError
 
 BANDWIDTH = 4.3e12  # bytes a second, the floor's
 PARTS = ("draft", "verify", "select", "host")
@@ -166,6 +167,23 @@ def plain_bytes(s):
     c, decoder = s.decoder.config, s.decoder
     per_token = 2 * c.layers * c.kv_heads * c.head_dim * decoder.dtype.itemsize
     return decoder.weight_bytes + per_token * int(np.sum(s.prompt_tokens))
+
+
+def complete(parser, a, defaults, *, toy=None):
+    """Fill in what the command line left out. toy: what a run is called whose numbers mean nothing: none is written."""
+    for name, value in defaults.items():
+        if getattr(a, name, None) is None:
+            setattr(a, name, value)
+    if toy and a.out:
+        parser.error(f"a {toy} run's numbers cannot be written: leave out --out")
+
+
+def script(main):
+    """Run a script's main; user errors are one line."""
+    try:
+        main()
+    except UserError as error:
+        sys.exit(f"error: {error}")
 
 
 def save(records, path):

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from _bench import record
 from _engine_bench import BANDWIDTH, accounts
 
+from specdial.engine.models.shapes import SHAPES
 from specdial.policies.schema import Policy
 
 # vLLM 0.23's plain decode of the 1.5B shape at 31k tokens on one H200, measured elsewhere: {batch: tokens/s}.
@@ -93,6 +94,12 @@ def policy_record(cell, entry, timed, exact, facts):
         peers={"plain (ours)": round(plain_whole, 1), **others},
         about=facts["about"],
     )
+
+
+def is_1_5b(config):
+    """Has a model the sizes of the one that vLLM was measured with?"""
+    shape = SHAPES["qwen2.5-coder-1.5b"]
+    return all(getattr(config, n) == getattr(shape, n) for n in ("layers", "hidden", "kv_heads", "intermediate"))
 
 
 def peers(cell, facts):

@@ -64,6 +64,14 @@ def prompts_of(workload, tokenizer, sources, context, count, new_tokens):
     return np.array(ordered, dtype=np.int32)
 
 
+def given(path, tokenizer, workload, context, *, count, new_tokens):
+    """Prompts of a cell and plain facts on them: read from `path`, or where it is None `count` of the texts that are
+    here."""
+    if path:
+        return read(path, tokenizer, workload, context)
+    return prompts_of(workload, tokenizer, Sources(), context, count, new_tokens), {}
+
+
 def write(path, tokenizer, prompts, about):
     """prompts: {(workload, context): ids [count, context]}; about: plain facts that the records repeat."""
     meta = json.dumps({"tokenizer_digest": tokenizer.digest, **about})

@@ -18,16 +18,14 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "kernels"))
-from _engine_bench import check, close, decode, part_of, plain_bytes, save, with_history
+from _engine_bench import check, close, complete, decode, part_of, plain_bytes, save, script, with_history
 from _lossless import differences, noise, plain_margins
-from _real_records import Cell, Entry, plain_record, policy_record, show
-from prompts import Sources, prompts_of, read
+from _real_records import Cell, Entry, is_1_5b, plain_record, policy_record, show
+from prompts import given
 
 from specdial.engine.job import backend_for, history_spec
-from specdial.engine.models.shapes import SHAPES
 from specdial.engine.sequences import Sequences
 from specdial.engine.weights import load_model
-from specdial.policies.errors import UserError
 from specdial.policies.file import load_policy
 from specdial.policies.schema import plain_policy, policy_from_mapping
 
@@ -124,11 +122,7 @@ def arguments(argv):
     p.add_argument("--policy", nargs="*", type=Path, default=[], help="policy files")
     p.add_argument("--dry", action="store_true", help="tiny, on the CPU, unrecorded")
     a = p.parse_args(argv)
-    for name, value in (DRY if a.dry else FULL).items():
-        if getattr(a, name) is None:
-            setattr(a, name, value)
-    if a.dry and a.out:
-        p.error("a dry run's numbers cannot be written: leave out --out")
+    complete(p, a, DRY if a.dry else FULL, toy="dry" if a.dry else None)
     if not a.dry and not a.prompts:
         p.error("--prompts is missing: write them with benchmarks/engine/prompts.py")
     return a
@@ -139,20 +133,15 @@ def main(argv=None):
     model = load_model(a.model, device="cpu" if a.dry else "cuda")
     check(model.config, model.decoder.device, model.decoder.dtype)
     chosen = entries(a)
-    shape = SHAPES["qwen2.5-coder-1.5b"]
-    sizes = [getattr(model.config, n) == getattr(shape, n) for n in ("layers", "hidden", "kv_heads", "intermediate")]
     records = []
     for workload in a.workloads:
         for context in a.contexts:
-            if a.prompts:
-                ids, about = read(a.prompts, model.tokenizer, workload, context)
-            else:
-                count = max(a.batches)
-                ids, about = prompts_of(workload, model.tokenizer, Sources(), context, count, a.new_tokens), {}
+            count = max(a.batches)
+            ids, about = given(a.prompts, model.tokenizer, workload, context, count=count, new_tokens=a.new_tokens)
             facts = {
                 "model": model.config.name,
                 "prefix": "dry-" if a.dry else "",
-                "is_1_5b": all(sizes) and not a.dry,
+                "is_1_5b": is_1_5b(model.config) and not a.dry,
                 "about": {**about, "new_tokens": a.new_tokens, "dtype": str(model.decoder.dtype).split(".")[1]},
             }
             base = prefilled(model, ids[: max(a.batches)].tolist(), chosen, a.new_tokens)
@@ -173,7 +162,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except UserError as error:
-        sys.exit(f"error: {error}")
+    script(main)

@@ -21,8 +21,8 @@ import transformers
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "kernels"))
 from _bench import record
-from _engine_bench import close, save, synchronize
-from prompts import Sources, prompts_of, read, tokenizer_of
+from _engine_bench import close, complete, save, script, synchronize
+from prompts import given, tokenizer_of
 
 from specdial.engine.models.tensors import ignorable
 from specdial.engine.weights.gguf_header import GgufFile
@@ -138,6 +138,9 @@ def methods(a, assistant):
     return found
 
 
+FULL, DRY = {"contexts": [8000, 31000], "new_tokens": 256}, {"contexts": [224], "new_tokens": 12}
+
+
 def arguments(argv):
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--model", required=True, help="a .gguf file or a Hugging Face folder")
@@ -152,10 +155,7 @@ def arguments(argv):
     p.add_argument("--static", action="store_true", help="also a static cache, compiled")
     p.add_argument("--dry", action="store_true", help="tiny, on the CPU, unrecorded")
     a = p.parse_args(argv)
-    a.contexts = a.contexts or ([224] if a.dry else [8000, 31000])
-    a.new_tokens = a.new_tokens or (12 if a.dry else 256)
-    if a.dry and a.out:
-        p.error("a dry run's numbers cannot be written: leave out --out")
+    complete(p, a, DRY if a.dry else FULL, toy="dry" if a.dry else None)
     if not a.dry and not a.prompts:
         p.error("--prompts is missing: write them with benchmarks/engine/prompts.py")
     return a
@@ -170,11 +170,7 @@ def main(argv=None):
     records = []
     for workload in a.workloads:
         for context in a.contexts:
-            if a.prompts:
-                ids, about = read(a.prompts, tokenizer, workload, context)
-            else:
-                ids = prompts_of(workload, tokenizer, Sources(), context, a.documents, a.new_tokens)
-                about = {}
+            ids, about = given(a.prompts, tokenizer, workload, context, count=a.documents, new_tokens=a.new_tokens)
             prompts = ids[: a.documents].tolist()
             greedy = None
             for name, (item, extra) in methods(a, assistant).items():
@@ -201,7 +197,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except UserError as error:
-        sys.exit(f"error: {error}")
+    script(main)

@@ -31,9 +31,3 @@ def test_cpu_run(dustin, tiny_checkpoint):
         row = records[f"cpu-D3-code-0k-B2-{name}"]
         assert not row["lossless"]
         assert row["kl_nats"] > 0.0
-
-
-def test_forced_acceptance_is_what_was_asked(dustin):
-    for accepted, k in ((1.8, 4), (0.0, 3), (2.5, 3)):
-        alpha = dustin.chance_of(accepted, k)
-        assert sum(alpha ** (i + 1) for i in range(k)) == pytest.approx(accepted, abs=1e-9)
