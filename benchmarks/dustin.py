@@ -72,7 +72,7 @@ def attention_case():
 
     indices, counts = choose(estimate(caches[0][0]))  # [1, B, 1, C]
     chosen = indices[0].expand(-1, Hk, -1)
-    room = workspace_for(q, caches[0][0], chosen)
+    room = workspace_for(q.shape, caches[0][0], chosen)
 
     def verify(cache):
         where = {"tail_start": lengths, "lengths": lengths, "workspace": room, "backend": "triton"}

@@ -75,7 +75,7 @@ class KeptInPlace:
         """See KeptKeys."""
         k, v = self.cache.layer(layer)
         if self._workspace is None and self.backend == "triton":
-            self._workspace = workspace_for(q, k, self.indices[layer], page=self.page)
+            self._workspace = workspace_for(q.shape, k, self.indices[layer], page=self.page)
         return sparse_attention(
             q, k, v, self.indices[layer], self.counts, tail_start=self.tail_start, lengths=self._lengths,
             backend=self.backend, page=self.page, workspace=self._workspace, fresh=self._fresh,
@@ -144,7 +144,7 @@ class PartialCache:
         for ours, new in zip((self.k[layer], self.v[layer]), self.cache.scratch()):
             ours.transpose(1, 2)[self._lanes, self._rows] = new.transpose(1, 2)[self._lanes, self._positions]
         if self._workspace is None and self.backend == "triton":
-            self._workspace = workspace_for(q, self.k[layer], self._pages, page=self.page)
+            self._workspace = workspace_for(q.shape, self.k[layer], self._pages, page=self.page)
         return sparse_attention(
             q, self.k[layer], self.v[layer], self._pages, self.counts, tail_start=self._tail_place, lengths=self._used,
             backend=self.backend, page=self.page, workspace=self._workspace,

@@ -249,7 +249,7 @@ class Verification:
                 return kept.attend(layer, q)
             keys, values = s.cache.layer(layer)
             if workspace is None and s.backend == "triton":
-                workspace = workspace_for(q, keys, indices, page=selection.page)
+                workspace = workspace_for(q.shape, keys, indices, page=selection.page)
             return sparse_attention(
                 q, keys, values, indices, selection.counts, tail_start=selection.tail_start, lengths=lengths,
                 backend=s.backend, page=selection.page, workspace=workspace, fresh=chosen is None,

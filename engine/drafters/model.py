@@ -161,10 +161,7 @@ class Recent:
         indices = chosen[:, None].expand(-1, c.kv_heads, -1)
         workspace = None
         if own.backend == "triton":
-            q = torch.empty(
-                *fed.shape, c.heads, c.head_dim, dtype=own.decoder.dtype, device=fed.device
-            )  # of this shape
-            workspace = workspace_for(q, own.cache.layer(0)[0], indices)
+            workspace = workspace_for((*fed.shape, c.heads, c.head_dim), own.cache.layer(0)[0], indices)
         return cls(indices, lengths.clamp(max=WINDOW_SINK + window), lengths, own.backend, workspace)
 
     def attend(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:

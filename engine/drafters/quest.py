@@ -75,7 +75,7 @@ class QuestDraft:
             )  # fmt: skip
             keys, values = s.cache.layer(layer)
             if workspace is None and s.backend == "triton":
-                workspace = workspace_for(q, keys, indices, page=kv.page)
+                workspace = workspace_for(q.shape, keys, indices, page=kv.page)
             return sparse_attention(
                 q, keys, values, indices, counts, tail_start=whole * kv.page, lengths=lengths, backend=s.backend,
                 page=kv.page, workspace=workspace, fresh=True,

@@ -117,10 +117,8 @@ class GatherDraft:
         where["backend"] = self.s.backend
         if self.s.backend == "triton":
             c = self.s.decoder.config
-            q = torch.empty(
-                len(tokens), 1, c.heads, c.head_dim, dtype=cache.k.dtype, device=tokens.device
-            )  # of this shape
-            where["workspace"] = workspace_for(q, cache.layer(0)[0], chosen.indices[0], page=chosen.page)
+            shape = (len(tokens), 1, c.heads, c.head_dim)
+            where["workspace"] = workspace_for(shape, cache.layer(0)[0], chosen.indices[0], page=chosen.page)
 
         def attend(layer: int, q: Tensor) -> Tensor:
             return sparse_attention(q, *cache.layer(layer), chosen.indices[layer], chosen.counts, **where)

@@ -1,5 +1,7 @@
 """Sparse attention: T query positions over a selection of cached keys plus the tokens drafted this round."""
 
+from collections.abc import Sequence
+
 import torch
 
 from specdial.kernels import Backend
@@ -133,16 +135,21 @@ def rotate_and_attend(
     )  # fmt: skip
 
 
-def workspace_for(q: torch.Tensor, k_cache: torch.Tensor, indices: torch.Tensor, *, page: int = 1) -> SparseWorkspace:
-    """A workspace for calls of backend "triton" on tensors of these shapes; allocate it before capturing a graph."""
+def workspace_for(
+    shape: Sequence[int], k_cache: torch.Tensor, indices: torch.Tensor, *, page: int = 1
+) -> SparseWorkspace:
+    """A workspace for calls of backend "triton" on queries of `shape`, [B, T, H, D], and tensors like these.
+
+    Allocate it before capturing a graph.
+    """
     from specdial.kernels.sparse_attention.triton import plan, sizes
 
-    B, T, H, D = q.shape
+    B, T, H, D = shape
     Hk = k_cache.shape[1]
     rows = T * H // Hk
-    config = plan(B * Hk, rows, indices.shape[2] * page + T, q.dtype)
+    config = plan(B * Hk, rows, indices.shape[2] * page + T, k_cache.dtype)
     partials, arrivals = sizes(B * Hk, rows, D, config)
-    return SparseWorkspace.allocate(partials, arrivals, q.device)
+    return SparseWorkspace.allocate(partials, arrivals, k_cache.device)
 
 
 def _check(

@@ -8,7 +8,6 @@ from specdial.engine.job import history_spec
 from specdial.engine.loop import Decoding
 from specdial.engine.sampling import Sampling
 from specdial.engine.sequences import Sequences
-from specdial.engine.weights import load_model
 from specdial.policies.schema import plain_policy, policy_from_mapping
 
 pytestmark = pytest.mark.gpu
@@ -28,15 +27,8 @@ SILENT = {"from_context_tokens": 137, "to_context_tokens": 160, "overrides": {"c
 
 
 @pytest.fixture(scope="module")
-def decoders(tiny_checkpoint):
-    """A target, and a draft model that agrees with it now and then."""
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
-    source = str(tiny_checkpoint("llama", head_dim=64))
-    target, draft = (load_model(source, device="cuda", dtype="float32").decoder for _ in range(2))
-    for layer in draft.layers[1:]:
-        layer.down.mul_(0.9)
-    return target, draft
+def decoders(cuda_pair):
+    return cuda_pair(sharpened=False)
 
 
 def sequences(decoders, policies):

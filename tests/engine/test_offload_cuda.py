@@ -10,7 +10,6 @@ from specdial.engine.loop import Decoding
 from specdial.engine.pinned_memory import PinnedMemory
 from specdial.engine.sampling import Sampling
 from specdial.engine.sequences import Sequences
-from specdial.engine.weights import load_model
 from specdial.policies.schema import plain_policy, policy_from_mapping
 
 pytestmark = pytest.mark.gpu
@@ -41,18 +40,8 @@ def policy(name):
 
 
 @pytest.fixture(scope="module")
-def decoders(tiny_checkpoint):
-    """A target with sharpened attention and a draft model that agrees with it now and then."""
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
-    source = str(tiny_checkpoint("llama", head_dim=64))
-    target, draft = (load_model(source, device="cuda", dtype="float32").decoder for _ in range(2))
-    for decoder in (target, draft):
-        for layer in decoder.layers:
-            layer.qkv.mul_(2.0)
-    for layer in draft.layers[1:]:
-        layer.down.mul_(0.9)
-    return target, draft
+def decoders(cuda_pair):
+    return cuda_pair(sharpened=True)
 
 
 @pytest.fixture

@@ -115,7 +115,7 @@ def test_an_expanded_selection_is_read_through_its_strides() -> None:
 def test_a_workspace_made_for_the_shapes_is_enough_and_reusable() -> None:
     call = problem(G=3, T=2, keys=400, budget=300)
     call = {name: x.half() if x.is_floating_point() else x for name, x in call.items()}
-    workspace = workspace_for(call["q"], call["k_cache"], call["indices"])
+    workspace = workspace_for(call["q"].shape, call["k_cache"], call["indices"])
     assert workspace.arrivals.numel() == 4  # four (sequence, kv head) pairs, split
     for _ in range(2):
         compare(call, 5e-3, workspace=workspace)
