@@ -1,7 +1,7 @@
 """Launch shapes of the skinny product: how much of the weights a program takes, and how much it keeps in flight.
 
-The constants are the best of sweeps on one H200, over the products of a 1.5B decoder at 1, 16 and 64 rows. Of float8 the
-head, and down at one row, have not been swept.
+The constants are the best of sweeps on one H200, over the products of a 1.5B decoder at 1, 16 and 64 rows. Of float8
+the head, and down at one row, have not been swept.
 """
 
 import functools
