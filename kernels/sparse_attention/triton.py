@@ -28,14 +28,13 @@ MAX_SPLITS = 16
 
 @dataclass(frozen=True, slots=True)
 class SparseConfig:
-    """Launch shape: query rows and keys per tile, programs per head, warps, pipeline stages, tiles asked for early."""
+    """Launch shape: query rows and keys per tile, programs per head, warps, pipeline stages."""
 
     block_m: int
     block_n: int
     splits: int
     warps: int
     stages: int
-    early_tiles: int = 1
 
 
 @triton.jit
@@ -53,7 +52,7 @@ def _sparse_attention(
     stride_qb, stride_qt, stride_qh, stride_kb, stride_kh, stride_ks, stride_ib, stride_ih, stride_cb, stride_ch,
     stride_angle, scale, Hk, S, P, T: tl.constexpr, G: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, ROW_BLOCKS: tl.constexpr, STAGES: tl.constexpr,
-    PRECISION: tl.constexpr, FRESH: tl.constexpr, EARLY: tl.constexpr, ROTATE: tl.constexpr, TREE: tl.constexpr,
+    PRECISION: tl.constexpr, FRESH: tl.constexpr, ROTATE: tl.constexpr, TREE: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL and FRESH:
@@ -85,14 +84,10 @@ def _sparse_attention(
     if PDL and not FRESH:  # the selection and its keys are older than the kernel before this one
         if k.dtype.element_ty.primitive_bitwidth == 16:
             line = tl.arange(0, D // 64) * 64
-            for early in tl.static_range(EARLY):
-                slot = first + early * BLOCK_N + lane
-                inside = slot < tl.minimum(selected, last)
-                chosen = tl.load(indices + slot // PAGE, mask=inside, other=0)
-                place = ((chosen * PAGE + slot % PAGE) * stride_ks)[:, None] + line[None, :]
-                wanted = inside[:, None] & (line[None, :] >= 0)
-                prefetch_lines(k + place, wanted)
-                prefetch_lines(v + place, wanted)
+            place = ((ahead * PAGE + (first + lane) % PAGE) * stride_ks)[:, None] + line[None, :]
+            wanted = (first + lane < selected)[:, None] & (line[None, :] >= 0)
+            prefetch_lines(k + place, wanted)
+            prefetch_lines(v + place, wanted)
         await_previous()
 
     row = row_block * BLOCK_M + tl.arange(0, BLOCK_M)  # row t*G+g
@@ -233,7 +228,7 @@ def sparse_attention_triton(
         *q.stride()[:3], *k_cache.stride()[:3], *indices.stride()[:2], *count_stride, cos.stride(0),
         D**-0.5 * LOG2_E, Hk, k_cache.shape[2], cos.shape[0], T=T, G=G, D=D, PAGE=page, BLOCK_M=config.block_m,
         BLOCK_N=config.block_n, SPLITS=config.splits, ROW_BLOCKS=row_blocks, STAGES=config.stages,
-        PRECISION="ieee" if q.dtype == torch.float32 else "tf32", FRESH=fresh, EARLY=config.early_tiles,
+        PRECISION="ieee" if q.dtype == torch.float32 else "tf32", FRESH=fresh,
         ROTATE=angles is not None, TREE=ancestors is not None, num_warps=config.warps, **launch_options(q.device),
     )  # fmt: skip
     return out

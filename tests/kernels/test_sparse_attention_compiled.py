@@ -97,7 +97,7 @@ def test_sparse_attention_neither_spills_nor_waits_for_the_tile_it_just_asked_fo
     constants = {
         "T": T, "G": G, "D": D, "PAGE": page, "BLOCK_M": config.block_m, "BLOCK_N": config.block_n,
         "SPLITS": config.splits, "ROW_BLOCKS": -(-T * G // config.block_m), "STAGES": config.stages,
-        "PRECISION": "ieee" if dtype == "fp32" else "tf32", "FRESH": False, "EARLY": config.early_tiles,
+        "PRECISION": "ieee" if dtype == "fp32" else "tf32", "FRESH": False,
         "ROTATE": form == "ROTATE", "TREE": form == "TREE", "PDL": True,
     }  # fmt: skip
     built = compile_for_h200(
