@@ -7,12 +7,15 @@ in-sample, where the prediction is made from the measured documents' own dense t
 and test documents share no text. Batch 1 is measured over the first --singles test documents. --fp8: also drafts with
 float8 weights (GPU only), predicted from a recording of their longest fixed k, since dense recording cannot draft so.
 --small: SmolLM2 on a CPU. --traces: leaves small traces for the tests. --dry: for testing this script, never written.
+--work: keeps every cell's files, and goes on with what is there; --until record stops after the records, which time
+nothing that a prediction uses, so that other work may run beside them.
 
     python3 benchmarks/prediction.py --model FILE.gguf --prompts prompts.npz --workloads code --out RESULTS.json
     python3 benchmarks/prediction.py --small --out benchmarks/results/prediction.json
 """
 
 import argparse
+import contextlib
 import json
 import sys
 import tempfile
@@ -53,6 +56,8 @@ def arguments(argv):
     for name in ("train", "test", "singles", "new-tokens", "page", "repeats", "calibrations"):
         key = name.replace("-", "_")
         p.add_argument(f"--{name}", type=int, help=f"default {FULL[key]}, --small {SMALL[key]}")
+    p.add_argument("--work", type=Path, help="keep every cell's files under this folder; default: a temporary one")
+    p.add_argument("--until", choices=["record"], help="record only, for a later run with the same --work")
     p.add_argument("--fp8", action="store_true", help="float8 drafts too")
     size = p.add_mutually_exclusive_group()
     size.add_argument("--small", action="store_true", help="short contexts, on the CPU")
@@ -81,6 +86,16 @@ def leave_trace(cell, traces):
     print(f"{traces}: {len(left)} documents, {size} bytes", flush=True)
 
 
+@contextlib.contextmanager
+def place(work, name):
+    """Where a cell's files lie: below `work`, or gone afterwards."""
+    if work:
+        yield work / name
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        yield Path(folder)
+
+
 def main(argv=None):
     a = arguments(argv)
     device = "cpu" if a.small or a.dry else "cuda"
@@ -97,8 +112,8 @@ def main(argv=None):
                 raise UserError(f"{left} exists", "delete it or choose another --traces")
             found, about = documents(a, model, workload, context, spec)
             settings = {"model": {"source": a.model, "name": name, "device": device}, "workload": to_plain(spec)}
-            with tempfile.TemporaryDirectory() as folder:
-                cell = Cell(f"{workload}-{context}", Job(model, name, spec, found), Path(folder), settings, a, about)
+            with place(a.work, f"{name}-{workload}-{context}") as folder:
+                cell = Cell(f"{workload}-{context}", Job(model, name, spec, found), folder, settings, a, about)
                 fresh = measure(cell, clock)
                 rows += fresh
                 for row in fresh:

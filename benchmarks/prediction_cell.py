@@ -81,7 +81,7 @@ class Cell:
 
 
 def measure(cell, clock):
-    """Every record of one cell."""
+    """Every record of one cell; none with `--until record`."""
     a, kv = cell.a, to_plain(DraftKV(budget=cell.a.budgets[0], page=cell.a.page))
     for batch in a.batches:
         cell.measured(batch)
@@ -94,6 +94,8 @@ def measure(cell, clock):
         with clock.stage(f"{cell.name} record fp8"):
             sparse = {"policy": to_plain(policies[-1]), "split": "train+test", "out": str(cell.folder / f"fp8-{i}")}
             record.run({**cell.settings, **sparse}, cell.job)
+    if a.until == "record":
+        return []
     with clock.stage(f"{cell.name} calibrate"):
         calibrate.run({**cell.settings, **calibration(cell), "draft_kv": kv}, timed(cell))
     return [row for batch in a.batches for row in measure_batch(cell, batch, float8, clock)]
