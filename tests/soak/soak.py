@@ -1,10 +1,10 @@
 """Ten thousand rounds on one process: batches and policies change all the time, memory stays flat, outputs stay right.
 
 Documents are prefilled into the same sequences again and again, in batches of every size; every policy takes its turn,
-greedy and sampled. A greedy output of a lossless policy must be the plain one. Memory is what the process holds
-resident, on a GPU what the allocator has given out too: its median over the last third of the rounds may be no more
-than GROWTH_FRAC above that of the second third; the first third warms up. The last line on standard output is one JSON
-document.
+greedy and sampled. A greedy output of a lossless policy must be the plain one. Memory is looked at when the sequences
+and their graphs are let go: what the process holds resident, on a GPU what the allocator has given out too. Its median
+over the last third of the rounds may be no more than GROWTH_FRAC above that of the second third; the first third warms
+up. The last line on standard output is one JSON document.
 
     python tests/soak/soak.py --rounds 10000 --device cuda
 """
@@ -30,6 +30,7 @@ from specdial.engine.sampling import Sampling
 from specdial.policies.schema import Policy, plain_policy, policy_from_mapping
 
 GROWTH_FRAC = 0.02
+SAME_SIZE = 4  # batches in a row: another size means new sequences, and on a GPU new graphs
 KV = {"budget": 48, "sink": 2, "recent": 16, "page": 16}
 CHOICES: list[dict[str, Any]] = [
     {"controller": {"kind": "fixed", "k": 4}, "draft_kv": KV},
@@ -55,12 +56,15 @@ class Soak:
         self.policies: list[Policy] = [plain_policy(), *named]
         self.plain: dict[int, list[int]] = {}  # greedy output by document
         self.batches = Batches(job, self.policies)
+        self.played, self.size = 0, 1
         self.rounds, self.wrong = 0, 0
 
     def once(self) -> None:
-        """A batch of a size by chance, then three policies by chance on it."""
-        size = self.chance.randint(1, 4)
-        documents = self.chance.sample(self.job.documents, size)
+        """A batch by chance, now and then of another size, then plain decoding and two policies by chance on it."""
+        if self.played % SAME_SIZE == 0:
+            self.size = self.chance.randint(1, 4)
+        self.played += 1
+        documents = self.chance.sample(self.job.documents, self.size)
         numbers = [d.index for d in documents]
         sequences = self.batches.prefilled(documents)
         for policy in [self.policies[0], *self.chance.sample(self.policies, 2)]:
@@ -73,6 +77,10 @@ class Soak:
                     self.wrong += self.plain.setdefault(number, list(tokens)) != tokens
                 elif policy.lossless and not sampled:
                     self.wrong += tokens != self.plain[number]
+
+    def let_go(self) -> None:
+        """Drop the sequences: those of a larger batch are larger."""
+        self.batches = Batches(self.job, self.policies)
 
 
 def memory_bytes(device: str) -> dict[str, int]:
@@ -91,6 +99,7 @@ def soak(rounds: int, device: str, seed: int, folder: Path) -> dict[str, Any]:
     while played.rounds < rounds:
         played.once()
         if played.rounds * 60 >= rounds * (len(seen) + 1):
+            played.let_go()
             seen.append(memory_bytes(device))
             print(f"{played.rounds} rounds, {seen[-1]}", file=sys.stderr, flush=True)
     third = len(seen) // 3
