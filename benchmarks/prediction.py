@@ -1,21 +1,20 @@
 """Predicted against measured speedup on held-out documents: the simulator's promise, checked for many policies.
 
 For every workload and context, with the model loaded once: `record` decodes train and test documents plainly and drafts
-every position; `calibrate` times rounds at these lengths and batches; `replay` predicts a grid of policies from the
-train documents; `validate` measures them on the test documents by its own protocol. Two records a batch: held-out, and
-in-sample, where the prediction is made from the measured documents' own dense trace, for the same measurements. Train
-and test documents share no text. Batch 1 is measured over the first --singles test documents. --fp8: also drafts with
-float8 weights (GPU only), predicted from a recording of their longest fixed k, since dense recording cannot draft so.
---small: SmolLM2 on a CPU. --traces: leaves small traces for the tests. --dry: for testing this script, never written.
---work: keeps every cell's files, and goes on with what is there; --until record stops after the records, which time
-nothing that a prediction uses, so that other work may run beside them.
+every position; `calibrate`, once a context, times rounds at these lengths and batches; `replay` predicts a grid of
+policies from the train documents; `validate` measures them on the test documents by its own protocol. Two records a
+batch: held-out, and in-sample, where the prediction is made from the measured documents' own dense trace, for the same
+measurements. Train and test documents share no text. Batch 1 is measured over the first --singles test documents.
+--fp8: also drafts with float8 weights (GPU only), predicted from a recording of their longest fixed k, since dense
+recording cannot draft so. --small: SmolLM2 on a CPU. --traces: leaves small traces for the tests. --dry: for testing
+this script, never written. --work: keeps every cell's files, and goes on with what is there; --until record stops after
+the records, which time nothing that a prediction uses, so that other work may run beside them.
 
     python3 benchmarks/prediction.py --model FILE.gguf --prompts prompts.npz --workloads code --out RESULTS.json
     python3 benchmarks/prediction.py --small --out benchmarks/results/prediction.json
 """
 
 import argparse
-import contextlib
 import json
 import sys
 import tempfile
@@ -86,18 +85,16 @@ def leave_trace(cell, traces):
     print(f"{traces}: {len(left)} documents, {size} bytes", flush=True)
 
 
-@contextlib.contextmanager
-def place(work, name):
-    """Where a cell's files lie: below `work`, or gone afterwards."""
-    if work:
-        yield work / name
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        yield Path(folder)
-
-
 def main(argv=None):
     a = arguments(argv)
+    if a.work:
+        return measured(a, a.work)
+    with tempfile.TemporaryDirectory() as folder:
+        return measured(a, Path(folder))
+
+
+def measured(a, work):
+    """Every record, printed and saved as it comes. work: where the files of every cell lie."""
     device = "cpu" if a.small or a.dry else "cuda"
     clock, rows = Clock(), []
     with clock.stage("load"):
@@ -112,16 +109,16 @@ def main(argv=None):
                 raise UserError(f"{left} exists", "delete it or choose another --traces")
             found, about = documents(a, model, workload, context, spec)
             settings = {"model": {"source": a.model, "name": name, "device": device}, "workload": to_plain(spec)}
-            with place(a.work, f"{name}-{workload}-{context}") as folder:
-                cell = Cell(f"{workload}-{context}", Job(model, name, spec, found), folder, settings, a, about)
-                fresh = measure(cell, clock)
-                rows += fresh
-                for row in fresh:
-                    show(row)
-                if a.out:
-                    save(rows, a.out)
-                if left:
-                    leave_trace(cell, left)
+            folder = work / f"{workload}-{context}"
+            cell = Cell(folder.name, Job(model, name, spec, found), folder, settings, a, about)
+            fresh = measure(cell, clock)
+            rows += fresh
+            for row in fresh:
+                show(row)
+            if a.out:
+                save(rows, a.out)
+            if left:
+                leave_trace(cell, left)
     print(json.dumps({row["id"]: [row[key] for key in ("median_pct", "worst_pct", "regret_pct")] for row in rows}))
     return rows
 

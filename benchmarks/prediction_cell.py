@@ -68,6 +68,11 @@ class Cell:
     def trace(self):
         return self.folder / "trace"
 
+    @property
+    def costs(self):
+        """One table a context: what a round takes does not depend on the text."""
+        return self.folder.parent / f"costs-{self.job.spec.context_tokens}"
+
     def of(self, split):
         return [d for d in self.job.documents if d.split == split]
 
@@ -96,8 +101,9 @@ def measure(cell, clock):
             record.run({**cell.settings, **sparse}, cell.job)
     if a.until == "record":
         return []
-    with clock.stage(f"{cell.name} calibrate"):
-        calibrate.run({**cell.settings, **calibration(cell), "draft_kv": kv}, timed(cell))
+    if not (cell.costs / "meta.json").exists():
+        with clock.stage(f"{cell.name} calibrate"):
+            calibrate.run({**cell.settings, **calibration(cell), "draft_kv": kv}, timed(cell))
     return [row for batch in a.batches for row in measure_batch(cell, batch, float8, clock)]
 
 
@@ -112,7 +118,7 @@ def calibration(cell):
         "budgets": a.budgets,
         "drafters": drafters,
         "repeats": a.calibrations,
-        "out": str(cell.folder / "costs"),
+        "out": str(cell.costs),
     }
 
 
@@ -162,7 +168,7 @@ def grid(cell, batch):
 
 def predicted(cell, trace, policies, batch, split):
     """Replay's outcomes by policy digest. Raises UserError for a policy that it refuses."""
-    settings = {"trace": str(trace), "costs": str(cell.folder / "costs"), "batch": batch, "split": split}
+    settings = {"trace": str(trace), "costs": str(cell.costs), "batch": batch, "split": split}
     outcomes = replay.run({**settings, "policies": [to_plain(p) for p in policies]})["outcomes"]
     for outcome in outcomes:
         if outcome["speedup"] is None:
