@@ -103,6 +103,9 @@ def regret(cell, clock):
     a, phases, test = cell.a, {}, cell.measured(cell.a.batch)
     batches = [test[i : i + a.batch] for i in range(0, len(test), a.batch)]
     own = recorded(cell, clock)
+    if a.keep:
+        part_of(cell.trace, a.keep / "trace", [d.index for d in cell.job.documents])
+        shutil.copytree(cell.folder / "costs", a.keep / "costs")
     whole = read_record(read_trace(cell.trace))
     with clock.stage("tune"):
         started_s = time.monotonic()
@@ -140,8 +143,8 @@ def regret(cell, clock):
         "texts": cell.about,
     }
     rows = [row_of(cell, name, policy, finalists, again, in_grid, about) for name, policy in found.items()]
-    left = [[p.name, policy_digest(p), to_plain(p.controller), p.draft_kv.budget, *times[:, 0, i].tolist()]
-            for i, p in enumerate(policies)]  # fmt: skip
+    left = [[p.name, policy_digest(p), to_plain(p.controller), p.draft_kv.budget, *times[:groups, 0, i].tolist()]
+            for i, p in enumerate(policies) if known[i]]  # fmt: skip
     return rows, {"grid": left, "finalists": {digest: us.tolist() for digest, us in again.items()}}
 
 
@@ -183,14 +186,12 @@ def main(argv=None):
     with tempfile.TemporaryDirectory() as folder:
         cell = Cell(f"{a.workload}-{a.context}", Job(model, name, spec, found), Path(folder), settings, a, about)
         rows, times = regret(cell, clock)
-        if a.keep:
-            part_of(cell.trace, a.keep / "trace", [d.index for d in found])
-            shutil.copytree(cell.folder / "costs", a.keep / "costs")
-            write_json_atomic(a.keep / "times.json", {"records": rows, **times})
     for row in rows:
         print(f"{row['id']}: {row['value']} % {row['spread']}, found {row['found']}, best {row['best_of_grid']}")
     if a.out:
         save(rows, a.out)
+    if a.keep:
+        write_json_atomic(a.keep / "times.json", {"records": rows, **times})
     print(json.dumps({row["id"]: [row["value"], row["bar"]["met"]] for row in rows}))
     return rows
 

@@ -24,9 +24,9 @@ SCHEMA = "specdial/study/1"
 
 @dataclass(frozen=True, slots=True)
 class Tuned:
-    """All of a finished run. surface_outcome: of a surface that pays, on the selection split. test: by name.
+    """All of a finished run. beside: a surface that pays and the single policy that it beats, on the selection split.
 
-    refused: policies without a prediction, for the engine to measure.
+    test: by name. refused: policies without a prediction, for the engine to measure.
     """
 
     settings: dict[str, Any]
@@ -36,7 +36,7 @@ class Tuned:
     found: Found
     choice: Choice
     surface: Surface | None
-    surface_outcome: Outcome | None
+    beside: dict[str, Outcome]
     test: dict[str, Outcome]
     refused: list[Policy]
     select_split: str
@@ -61,8 +61,7 @@ def write_tuned(out: Path, tuned: Tuned) -> dict[str, Any]:
     named = {"best": choice.best, "best_fixed": choice.best_fixed, "plain": choice.plain}
     if policy_digest(choice.best.policy) != policy_digest(choice.best_lossless.policy):
         named["best_lossless"] = choice.best_lossless
-    if tuned.surface_outcome is not None:
-        named["surface"] = tuned.surface_outcome
+    named |= tuned.beside
     seen = {policy_digest(outcome.policy) for outcome in named.values()}
     ahead = 0
     for outcome in choice.front:

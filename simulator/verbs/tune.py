@@ -117,7 +117,7 @@ def run(settings: dict[str, Any]) -> dict[str, Any]:
         found=found,
         choice=choice,
         surface=surface,
-        surface_outcome=_one(job, surface.policy, job.select_split) if surface is not None and surface.pays else None,
+        beside=_beside(job, surface),
         test=_test(job, choice, surface),
         refused=_refused(job, found),
         select_split=job.select_split,
@@ -255,8 +255,13 @@ def _refused(job: _Run, found: Found) -> list[Policy]:
     return list(kept.values())
 
 
-def _one(job: _Run, policy: Policy, split: str) -> Outcome:
-    return job.evaluate(split, job.settings.bootstrap)([policy], job.plan.batch)[0]
+def _beside(job: _Run, surface: Surface | None) -> dict[str, Outcome]:
+    """A surface that pays and the single policy that it beats, so that both can be measured."""
+    if surface is None or not surface.pays:
+        return {}
+    policies = {"surface": surface.policy, "single": surface.single}
+    outcomes = job.evaluate(job.select_split, job.settings.bootstrap)(list(policies.values()), job.plan.batch)
+    return dict(zip(policies, outcomes, strict=True))
 
 
 def _test(job: _Run, choice: Choice, surface: Surface | None) -> dict[str, Outcome]:

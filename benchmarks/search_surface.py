@@ -1,0 +1,159 @@
+"""Q1: does a policy by context and batch beat the best single policy on a mixed workload, and by how much?
+
+With the model loaded once: `record` drafts every position of train documents of every context, `calibrate` times rounds
+at every context and batch, `tune` searches the policies and composes the surface, and the engine decodes test documents
+at every context and batch under plain decoding, the surface and the best single policy in rotating repeats. The mixed
+workload spends equal plain time in every cell. The margin is time saved against the single policy; 0 where `tune` says
+that a surface gains nothing. Train and test documents share no text. --dry: for testing this script, never written.
+
+    python3 benchmarks/search_surface.py --model FILE.gguf --prompts prompts.npz --out benchmarks/results/search.json
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parent / "kernels"))
+sys.path.insert(0, str(Path(__file__).resolve().parent / "engine"))
+from _bench import record as result
+from _engine_bench import complete, save, script
+from prediction import documents
+from prediction_cell import Cell, Clock, calibration, timed
+from prediction_documents import KINDS, spec_of
+from prediction_policies import K_MAX
+from search_grid import measured
+
+from specdial.engine.job import Job
+from specdial.engine.verbs import calibrate, record
+from specdial.engine.weights import load_model
+from specdial.policies.fields import to_plain
+from specdial.policies.file import load_policy
+from specdial.policies.schema import DraftKV, plain_policy
+from specdial.simulator.verbs import tune
+
+FULL = {"contexts": [8000, 31000], "batches": [1, 8], "train": 8, "test": 8, "singles": 2, "new_tokens": 64}
+FULL |= {"budgets": [256, 1024], "page": 16, "trials": 1000, "repeats": 3, "calibrations": 3}
+DRY = FULL | {"contexts": [200, 400], "batches": [1, 2], "train": 2, "test": 2, "singles": 1, "new_tokens": 8}
+DRY |= {"budgets": [128], "page": 1, "trials": 30, "repeats": 2}
+
+
+def arguments(argv):
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--model", default="smollm2-135m", help="what model.source takes; default smollm2-135m")
+    p.add_argument("--prompts", type=Path, help="what engine/prompts.py wrote; default: texts that are here")
+    p.add_argument("--workload", choices=sorted(KINDS), default="code")
+    p.add_argument("--out", type=Path)
+    for name in ("contexts", "batches", "budgets"):
+        p.add_argument(f"--{name}", nargs="+", type=int, help=f"default {FULL[name]}")
+    for name in ("train", "test", "singles", "new-tokens", "trials", "repeats", "calibrations"):
+        p.add_argument(f"--{name}", type=int, help=f"default {FULL[name.replace('-', '_')]}")
+    p.add_argument("--dry", action="store_true", help="tiny, on the CPU, unrecorded")
+    a = p.parse_args(argv)
+    complete(p, a, DRY if a.dry else FULL, toy="dry" if a.dry else None)
+    a.contexts, a.batches, a.fp8 = sorted(a.contexts), sorted(a.batches), False
+    return a
+
+
+def every_document(a, model):
+    """Documents of all contexts, numbered on, the longest first; and plain facts on the texts."""
+    found = []
+    for context in reversed(a.contexts):
+        spec = spec_of(a.workload, context, a.train, a.test, a.new_tokens)
+        some, about = documents(a, model, a.workload, context, spec)
+        found += [replace(d, index=len(found) + i) for i, d in enumerate(some)]
+    return found, about
+
+
+def tuned(cell, clock):
+    """The policies to measure, plain first, and what `tune` says of the surface. cell: documents of all contexts."""
+    a, train = cell.a, replace(cell.job, documents=cell.of("train"))
+    kv = to_plain(DraftKV(budget=a.budgets[0], page=a.page))
+    with clock.stage("record"):
+        dense = {"split": "train", "dense": True, "budgets": a.budgets, "k_max": K_MAX, "out": str(cell.trace)}
+        record.run({**cell.settings, "policy": {**to_plain(plain_policy()), "draft_kv": kv}, **dense}, train)
+    with clock.stage("calibrate"):
+        contexts = [context + more for context in a.contexts for more in (0, a.new_tokens)]
+        calibrate.run({**cell.settings, **calibration(cell), "contexts": contexts, "draft_kv": kv}, timed(cell))
+    with clock.stage("tune"):
+        out = cell.folder / "tuned"
+        given = {"trace": str(cell.trace), "costs": str(cell.folder / "costs"), "out": str(out), "trials": a.trials}
+        cells = {"search": {"batches": a.batches}, "surface": {"contexts": a.contexts}}
+        said = tune.run({**given, **cells, "bootstrap": 200})["surface"]
+    names = ("surface", "single") if said["pays"] else ()
+    return [plain_policy(), *(load_policy(out / "policies" / f"{name}.yaml") for name in names)], said
+
+
+def margins(cell, policies, clock):
+    """Measured time over plain's in every cell, [contexts, batches, repeats, policies], and outputs unlike plain's."""
+    a, relative, unlike = cell.a, [], 0
+    for context in a.contexts:
+        test = [d for d in cell.of("test") if len(d.prompt_ids) == context]
+        for batch in a.batches:
+            some = test[: a.singles] if batch == 1 else test[: len(test) // batch * batch]
+            groups = [some[i : i + batch] for i in range(0, len(some), batch)]
+            with clock.stage(f"measure {context}, batch {batch}"):
+                us, differing = measured(replace(cell.job, documents=some), groups, policies, 1 + a.repeats)
+            total_us = us[:, 1:].sum(axis=0)  # [repeats, policies]
+            relative.append(total_us / np.median(total_us[:, 0]))
+            unlike = max(unlike, int(differing.max()))
+    return np.array(relative).reshape(len(a.contexts), len(a.batches), a.repeats, len(policies)), unlike
+
+
+def row_of(cell, said, relative, unlike):
+    """The record. relative: of `margins`, of plain, surface and single policy, or of plain alone."""
+    a = cell.a
+    shared = {"documents": {"train": a.train, "test": a.test, "singles": a.singles}, "texts": cell.about}
+    predicted = {name: said[name] for name in ("speedup", "single_speedup", "gain_frac", "pays", "single")}
+    margin_pct, facts = 0.0, {}
+    if said["pays"]:
+        mixed = relative.mean(axis=(0, 1))  # [repeats, policies]
+        each = 100.0 * (1.0 - mixed[:, 1] / mixed[:, 2])
+        middle = np.median(relative, axis=2)  # [contexts, batches, policies]
+        mean = middle.mean(axis=(0, 1))
+        margin_pct = float(100.0 * (1.0 - mean[1] / mean[2]))
+        cells = [
+            [c, b, *(round(float(1.0 / v), 4) for v in middle[i, j, 1:])]
+            for i, c in enumerate(a.contexts)
+            for j, b in enumerate(a.batches)
+        ]
+        facts = {
+            "spread": [round(float(each.min()), 3), round(float(each.max()), 3)],
+            "speedup": {"surface": round(float(1 / mean[1]), 4), "single": round(float(1 / mean[2]), 4)},
+            "cells": cells,  # [context, batch, surface's speedup, single policy's]
+            "outputs_differing_from_plain": unlike,
+        }
+    chosen = [[c["context_tokens"], c["batch"], c["policy"]] for c in said["cells"]]
+    case = f"time that a policy by context {a.contexts} and batch {a.batches} saves against the best single policy"
+    case += f", {a.workload}, {cell.job.name}" + ("" if said["pays"] else ": tune says that a surface gains nothing")
+    facts |= {"predicted": predicted, "chosen": chosen, "repeats": a.repeats, **shared}
+    return result(f"Q1-surface-{a.workload}", case, margin_pct, "%", **facts, bar={"above": 0.0, "met": margin_pct > 0})
+
+
+def main(argv=None):
+    a = arguments(argv)
+    device, clock = "cpu" if a.dry else "cuda", Clock()
+    with clock.stage("load"):
+        model = load_model(a.model, device=device)
+    name, spec = Path(a.model).stem, spec_of(a.workload, a.contexts[-1], a.train, a.test, a.new_tokens)
+    model.config.check_context(a.contexts[-1] + a.new_tokens)
+    found, about = every_document(a, model)
+    settings = {"model": {"source": a.model, "name": name, "device": device}, "workload": to_plain(spec)}
+    with tempfile.TemporaryDirectory() as folder:
+        cell = Cell(a.workload, Job(model, name, spec, found), Path(folder), settings, a, about)
+        policies, said = tuned(cell, clock)
+        relative, unlike = margins(cell, policies, clock) if said["pays"] else (None, 0)
+        row = row_of(cell, said, relative, unlike)
+    print(f"{row['id']}: {row['value']} % {row.get('spread')}, predicted {row['predicted']}, chosen {row['chosen']}")
+    if a.out:
+        save([row], a.out)
+    print(json.dumps({row["id"]: [row["value"], row["bar"]["met"]]}))
+    return [row]
+
+
+if __name__ == "__main__":
+    script(main)
