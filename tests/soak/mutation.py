@@ -2,7 +2,8 @@
 
 A fault is one changed comparison, operator, number, condition, or `min` for `max`. Only the module's tests below run,
 in a process forked from one that has the libraries imported, the changed source put in at import. A module whose tests
-fail unchanged is left out and named. The last line on standard output is one JSON document with the survivors.
+fail unchanged is left out and named. The last line on standard output is one JSON document with the survivors;
+--save keeps it in benchmarks/results/mutation.json, one record a seed.
 
     python tests/soak/mutation.py --faults 60
 """
@@ -10,20 +11,24 @@ fail unchanged is left out and named. The last line on standard output is one JS
 import argparse
 import ast
 import copy
+import datetime
 import importlib.abc
 import importlib.machinery
 import importlib.util
 import json
 import os
+import platform
 import random
 import resource
 import signal
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "benchmarks" / "results" / "mutation.json"
 CPU_SECONDS = 60  # a fault that makes its tests run longer is caught
 LIBRARIES = ("torch", "numpy", "scipy.stats", "pyarrow.parquet", "hypothesis", "pytest", "yaml", "gguf", "tokenizers")
 TESTS = {
@@ -31,23 +36,26 @@ TESTS = {
     "policies/controllers/simple.py": "policies/test_controllers.py policies/test_rules.py policies/test_settings.py",
     "policies/drafting.py": "policies/test_drafting.py policies/test_settings.py",
     "policies/verification.py": "policies/test_verification.py policies/test_settings.py",
-    "policies/schema.py": "policies/test_schema.py policies/test_settings.py",
+    "policies/schema.py": "policies/test_schema.py policies/test_settings.py policies/test_placement.py",
     "policies/fields.py": "policies/test_fields.py",
-    "policies/file.py": "policies/test_file.py",
+    "policies/file.py": "policies/test_file.py policies/test_file_trust.py",
     "policies/artifact.py": "policies/test_artifact.py",
     "policies/naming.py": "policies/test_naming.py",
-    "policies/exporters/lowering.py": "policies/test_exporters.py",
+    "policies/exporters/lowering.py": "policies/test_exporters.py policies/test_exporters_profile.py",
     "policies/exporters/loss.py": "policies/test_exporters_loss.py",
     "simulator/analytic.py": "simulator/test_analytic.py",
     "simulator/acceptance.py": "simulator/test_acceptance.py",
-    "simulator/costs.py": "simulator/test_costs.py",
-    "simulator/pricing.py": "simulator/test_replay.py",
-    "simulator/tally.py": "simulator/test_replay.py",
+    "simulator/costs.py": "simulator/test_costs.py simulator/test_drafters.py simulator/test_lossy.py",
+    "simulator/pricing.py": "simulator/test_costs.py simulator/test_drafters.py simulator/test_lossy.py "
+    "simulator/test_replay.py",
+    "simulator/tally.py": "simulator/test_lossy.py simulator/test_replay.py",
     "simulator/arr.py": "simulator/test_arr.py",
     "engine/sampling.py": "engine/test_sampling.py",
     "engine/cache.py": "engine/test_cache.py",
     "engine/recorder.py": "engine/test_recorder.py",
-    "engine/memory.py": "engine/test_memory.py",
+    "engine/memory.py": "engine/test_memory.py "
+    "engine/test_offload.py::test_predicted_device_bytes_are_those_of_the_buffers "
+    "engine/test_offload.py::test_too_little_host_memory_is_one_line_with_the_longest_that_fits",
     "engine/history.py": "kernels/test_history.py engine/test_at_rest.py",
     "engine/weights/gguf_header.py": "engine/test_weights_gguf.py engine/test_weights_errors.py",
     "engine/workloads/packing.py": "engine/workloads/test_contract.py engine/workloads/test_errors.py",
@@ -154,6 +162,7 @@ def main() -> None:
     parser.add_argument("--faults", type=int, default=60)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--modules", nargs="*", default=list(TESTS))
+    parser.add_argument("--save", action="store_true", help="merge into benchmarks/results/mutation.json")
     options = parser.parse_args()
     for library in LIBRARIES:
         importlib.import_module(library)
@@ -174,9 +183,33 @@ def main() -> None:
             )
             if not found:
                 survivors.append(f"{module}:{line} {before} -> {after}")
-    share_caught = 1 - len(survivors) / max(done, 1)
-    result = {"id": "mutation", "faults": done, "caught_frac": round(share_caught, 3), "seed": options.seed}
-    print(json.dumps({**result, "survivors": survivors, "not_green": red}))
+    result = record(options.seed, done, survivors, red)
+    if options.save:
+        kept = json.loads(RESULTS.read_text()) if RESULTS.exists() else []
+        kept = [row for row in kept if row["id"] != result["id"]] + [result]
+        RESULTS.write_text(json.dumps(sorted(kept, key=lambda row: row["seed"]), indent=1) + "\n")
+    print(json.dumps(result))
+
+
+def record(seed: int, done: int, survivors: list[str], red: list[str]) -> dict[str, Any]:
+    """One record in the results' form."""
+    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
+    return {
+        "id": f"mutation-seed{seed}",
+        "case": "seeded faults in policies, simulator and engine that the module's own tests catch",
+        "value": round(1 - len(survivors) / max(done, 1), 3),
+        "unit": "frac",
+        "seed": seed,
+        "faults": done,
+        "caught": done - len(survivors),
+        "survivors": survivors,
+        "not_green": red,
+        "hardware": "cpu",
+        "versions": {"python": platform.python_version()},
+        "command": f"python3 {' '.join([str(Path(__file__).relative_to(ROOT)), *sys.argv[1:]])}",
+        "commit": head.stdout.strip() or "unknown",
+        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
+    }
 
 
 if __name__ == "__main__":
