@@ -10,12 +10,12 @@ import time
 
 import numpy as np
 from _engine_bench import PARTS
-from prediction_policies import K_MAX
 
 from specdial.engine.batches import Batches
 from specdial.engine.loop import Decoding
 from specdial.engine.sampling import Sampling
 from specdial.policies.file import policy_digest
+from specdial.simulator.search import fixed_points
 from specdial.simulator.space import Search, Space
 
 KS = (2, 3, 4, 6, 8)  # longest drafts of controllers that look at signals
@@ -28,7 +28,6 @@ def grid(whole, gamma):
     """The points: every controller on every recorded selection. gamma: of the fastest fixed k, as `tune` takes it."""
     space, points = Space.of(Search(), whole, gamma), []
     for arm in space.arms:
-        points += [{"controller": "fixed", "k": k, "arm": arm} for k in range(1, K_MAX + 1)]
         for kind, values in (("entropy", ENTROPY), ("confidence", CONFIDENCE)):
             pairs = itertools.product(KS, values)
             points += [{"controller": kind, "k": k, "arm": arm, f"{kind}.threshold": value} for k, value in pairs]
@@ -37,7 +36,13 @@ def grid(whole, gamma):
             points.append({**at, "rate.form": "paper"})
             for learned, shift in itertools.product(RATE["rate_of_learning"], RATE["shift"]):
                 points.append({**at, "rate.form": "calibrated", "rate.learning_rate": learned, "rate.shift": shift})
-    return list({policy_digest(p): p for p in map(space.policy, points)}.values())
+    return list({policy_digest(p): p for p in (*fixed(whole), *map(space.policy, points))}.values())
+
+
+def fixed(whole):
+    """Every fixed k on every recorded selection."""
+    space = Space.of(Search(), whole, gamma=0.3)
+    return [space.policy(point) for point in fixed_points(space)]
 
 
 def measured(job, groups, policies, repeats, until_s=float("inf")):

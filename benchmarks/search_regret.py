@@ -27,22 +27,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parent / "kernels"))
 sys.path.insert(0, str(Path(__file__).resolve().parent / "engine"))
 from _bench import record as result
 from _engine_bench import complete, save, script
-from prediction import documents
-from prediction_cell import Cell, Clock, calibration, predicted, timed
-from prediction_documents import KINDS, spec_of
-from prediction_policies import K_MAX, fixed
+from prediction_cell import Clock
+from prediction_documents import KINDS
 from prediction_traces import part_of
 from scipy.stats import spearmanr
-from search_grid import grid, measured
+from search_cell import Cell, predicted, record_dense, time_rounds
+from search_grid import fixed, grid, measured
 
-from specdial.engine.job import Job
 from specdial.engine.trace.reader import read_trace
-from specdial.engine.verbs import calibrate, record
-from specdial.engine.weights import load_model
 from specdial.policies.artifact import write_json_atomic
 from specdial.policies.fields import to_plain
 from specdial.policies.file import load_policy, policy_digest
-from specdial.policies.schema import DraftKV, plain_policy
+from specdial.policies.schema import plain_policy
 from specdial.simulator.lanes import read_record
 from specdial.simulator.verbs import tune
 
@@ -68,21 +64,13 @@ def arguments(argv):
     p.add_argument("--dry", action="store_true", help="tiny, on the CPU, unrecorded")
     a = p.parse_args(argv)
     complete(p, a, DRY if a.dry else FULL, toy="dry" if a.dry else None)
-    a.batches, a.singles, a.fp8 = [a.batch], a.test, False
     return a
 
 
-def recorded(cell, clock):
-    """Record and calibrate into the cell's folder; the trace of the measured documents alone too, as train ones."""
-    kv = to_plain(DraftKV(budget=cell.a.budgets[0], page=cell.a.page))
-    with clock.stage("record"):
-        dense = {"split": "train+test", "dense": True, "budgets": cell.a.budgets, "k_max": K_MAX}
-        plain = {**to_plain(plain_policy()), "draft_kv": kv}
-        record.run({**cell.settings, "policy": plain, **dense, "out": str(cell.trace)}, cell.job)
-    with clock.stage("calibrate"):
-        calibrate.run({**cell.settings, **calibration(cell), "draft_kv": kv}, timed(cell))
+def measured_alone(cell, groups):
+    """The trace of the measured documents alone, as documents to tune on."""
     own = cell.folder / "own"
-    part_of(cell.trace, own, [d.index for d in cell.measured(cell.a.batch)])
+    part_of(cell.trace, own, [d.index for group in groups for d in group])
     meta = json.loads((own / "meta.json").read_text(encoding="utf-8"))
     kept = [{**d, "split": "train"} for d in meta["documents"]]
     write_json_atomic(own / "meta.json", {**meta, "documents": kept})
@@ -92,7 +80,7 @@ def recorded(cell, clock):
 def found_by(cell, trace):
     """What `tune` takes for best, at its default settings."""
     out = cell.folder / f"tune-{trace.name}"
-    given = {"trace": str(trace), "costs": str(cell.folder / "costs"), "out": str(out), "batch": cell.a.batch}
+    given = {"trace": str(trace), "costs": str(cell.costs), "out": str(out), "batch": cell.a.batch}
     tune.run({**given, "trials": cell.a.trials, "seed": cell.a.seed, "bootstrap": 200})
     best = load_policy(out / "policies" / "best.yaml")
     return best if best.k_max else plain_policy()
@@ -100,22 +88,22 @@ def found_by(cell, trace):
 
 def regret(cell, clock):
     """One record of the search on other documents, one of that on the measured ones, and all times."""
-    a, phases, test = cell.a, {}, cell.measured(cell.a.batch)
-    batches = [test[i : i + a.batch] for i in range(0, len(test), a.batch)]
-    own = recorded(cell, clock)
+    a, phases, batches = cell.a, {}, cell.groups(cell.a.batch)
+    record_dense(cell, ("train", "test"), clock)
+    time_rounds(cell, [a.context], [a.batch], clock)
     if a.keep:
         part_of(cell.trace, a.keep / "trace", [d.index for d in cell.job.documents])
-        shutil.copytree(cell.folder / "costs", a.keep / "costs")
+        shutil.copytree(cell.costs, a.keep / "costs")
     whole = read_record(read_trace(cell.trace))
     with clock.stage("tune"):
         started_s = time.monotonic()
-        found = {"held-out": found_by(cell, cell.trace), "in-sample": found_by(cell, own)}
+        found = {"held-out": found_by(cell, cell.trace), "in-sample": found_by(cell, measured_alone(cell, batches))}
         phases["tune"] = round(time.monotonic() - started_s, 1)
-        steady = predicted(cell, cell.trace, fixed(whole), a.batch, "train")
+        steady = predicted(cell, cell.trace, fixed(whole), a.batch)
         points = grid(whole, max(steady.values(), key=lambda o: o["speedup"])["gamma"])
         random.Random(a.seed).shuffle(points)
         policies = [plain_policy(), *points[: a.points]]
-        guessed = predicted(cell, own, policies, a.batch, "train")
+        guessed = predicted(cell, cell.folder / "own", policies, a.batch)
     gc.freeze()  # a collection walks what is left: none of it now
     with clock.stage(f"grid of {len(policies)} points"):
         started_s = time.monotonic()
@@ -134,7 +122,7 @@ def regret(cell, clock):
     speedups = np.array([guessed[policy_digest(p)]["speedup"] for p in policies])[known]
     about = {
         "points": int(known.sum()),
-        "documents": {"train": len(cell.of("train")), "grid": groups * a.batch, "finalists": len(test)},
+        "documents": {"train": a.train, "grid": groups * a.batch, "finalists": len(batches) * a.batch},
         "first_pass": {"fastest_speedup": round(float(first_us[0] / np.nanmin(first_us)), 4)},
         "rank_correlation": round(float(spearmanr(speedups, -first_us[known]).statistic), 4),
         "outputs_differing_from_plain": int(unlike.max()),
@@ -148,14 +136,15 @@ def regret(cell, clock):
     return rows, {"grid": left, "finalists": {digest: us.tolist() for digest, us in again.items()}}
 
 
-def row_of(cell, name, policy, finalists, again, in_grid, about):
+def row_of(cell, kind, policy, finalists, again, in_grid, about):
     """A record. again: microseconds [batches of documents, repeats] by digest; in_grid: digests, plain's the first."""
     us = {digest: float(np.median(times, axis=1).sum()) for digest, times in again.items()}
     own, best = policy_digest(policy), min(in_grid, key=us.__getitem__)
     each = 1.0 - again[best].sum(axis=0) / again[own].sum(axis=0)  # [repeats]
     spread = [float(np.ptp(times.sum(axis=0)) / np.median(times.sum(axis=0))) for times in again.values()]
     pct = 100.0 * (1.0 - us[best] / us[own])
-    searched = "the train documents" if name == "held-out" else "the documents that are measured"
+    name = f"{cell.a.workload}-{cell.a.context}"
+    searched = "the train documents" if kind == "held-out" else "the documents that are measured"
     facts = {
         "found": {**_shown(policy), "speedup": round(us[in_grid[0]] / us[own], 4), "in_grid": own in in_grid},
         "best_of_grid": {**_shown(finalists[best]), "speedup": round(us[in_grid[0]] / us[best], 4)},
@@ -164,10 +153,10 @@ def row_of(cell, name, policy, finalists, again, in_grid, about):
         "bar": {"at_most": BAR_PCT, "met": pct <= BAR_PCT and about["points"] > LEAST_POINTS},
     }
     case = f"regret of {cell.a.trials} trials by replay on {searched} against {about['points']} points in the engine"
-    case += f", {cell.name}, batch {cell.a.batch}, {cell.job.name}"
+    case += f", {name}, batch {cell.a.batch}, {cell.job.name}"
     case += "" if about["points"] > LEAST_POINTS else f": fewer than {LEAST_POINTS}, which prove nothing"
-    tail = "" if name == "held-out" else "-in-sample"
-    return result(f"Q1-regret-{cell.name}-B{cell.a.batch}{tail}", case, pct, "%", **facts, **about)
+    tail = "" if kind == "held-out" else "-in-sample"
+    return result(f"Q1-regret-{name}-B{cell.a.batch}{tail}", case, pct, "%", **facts, **about)
 
 
 def _shown(policy):
@@ -175,16 +164,10 @@ def _shown(policy):
 
 
 def main(argv=None):
-    a = arguments(argv)
-    device, clock = "cpu" if a.dry else "cuda", Clock()
-    with clock.stage("load"):
-        model = load_model(a.model, device=device)
-    name, spec = Path(a.model).stem, spec_of(a.workload, a.context, a.train, a.test, a.new_tokens)
-    model.config.check_context(a.context + a.new_tokens)
-    found, about = documents(a, model, a.workload, a.context, spec)
-    settings = {"model": {"source": a.model, "name": name, "device": device}, "workload": to_plain(spec)}
+    a, clock = arguments(argv), Clock()
     with tempfile.TemporaryDirectory() as folder:
-        cell = Cell(f"{a.workload}-{a.context}", Job(model, name, spec, found), Path(folder), settings, a, about)
+        with clock.stage("load"):
+            cell = Cell.of(a, [a.context], Path(folder))
         rows, times = regret(cell, clock)
     for row in rows:
         print(f"{row['id']}: {row['value']} % {row['spread']}, found {row['found']}, best {row['best_of_grid']}")

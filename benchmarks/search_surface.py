@@ -22,18 +22,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent / "kernels"))
 sys.path.insert(0, str(Path(__file__).resolve().parent / "engine"))
 from _bench import record as result
 from _engine_bench import complete, save, script
-from prediction import documents
-from prediction_cell import Cell, Clock, calibration, timed
-from prediction_documents import KINDS, spec_of
-from prediction_policies import K_MAX
+from prediction_cell import Clock
+from prediction_documents import KINDS
+from search_cell import Cell, record_dense, time_rounds
 from search_grid import measured
 
-from specdial.engine.job import Job
-from specdial.engine.verbs import calibrate, record
-from specdial.engine.weights import load_model
-from specdial.policies.fields import to_plain
 from specdial.policies.file import load_policy
-from specdial.policies.schema import DraftKV, plain_policy
+from specdial.policies.schema import plain_policy
 from specdial.simulator.verbs import tune
 
 FULL = {"contexts": [8000, 31000], "batches": [1, 8], "train": 8, "test": 8, "singles": 2, "new_tokens": 64}
@@ -55,33 +50,18 @@ def arguments(argv):
     p.add_argument("--dry", action="store_true", help="tiny, on the CPU, unrecorded")
     a = p.parse_args(argv)
     complete(p, a, DRY if a.dry else FULL, toy="dry" if a.dry else None)
-    a.contexts, a.batches, a.fp8 = sorted(a.contexts), sorted(a.batches), False
+    a.contexts, a.batches = sorted(a.contexts), sorted(a.batches)
     return a
-
-
-def every_document(a, model):
-    """Documents of all contexts, numbered on, the longest first; and plain facts on the texts."""
-    found = []
-    for context in reversed(a.contexts):
-        spec = spec_of(a.workload, context, a.train, a.test, a.new_tokens)
-        some, about = documents(a, model, a.workload, context, spec)
-        found += [replace(d, index=len(found) + i) for i, d in enumerate(some)]
-    return found, about
 
 
 def tuned(cell, clock):
     """The policies to measure, plain first, and what `tune` says of the surface. cell: documents of all contexts."""
-    a, train = cell.a, replace(cell.job, documents=cell.of("train"))
-    kv = to_plain(DraftKV(budget=a.budgets[0], page=a.page))
-    with clock.stage("record"):
-        dense = {"split": "train", "dense": True, "budgets": a.budgets, "k_max": K_MAX, "out": str(cell.trace)}
-        record.run({**cell.settings, "policy": {**to_plain(plain_policy()), "draft_kv": kv}, **dense}, train)
-    with clock.stage("calibrate"):
-        contexts = [context + more for context in a.contexts for more in (0, a.new_tokens)]
-        calibrate.run({**cell.settings, **calibration(cell), "contexts": contexts, "draft_kv": kv}, timed(cell))
+    a = cell.a
+    record_dense(cell, ("train",), clock)
+    time_rounds(cell, a.contexts, a.batches, clock)
     with clock.stage("tune"):
         out = cell.folder / "tuned"
-        given = {"trace": str(cell.trace), "costs": str(cell.folder / "costs"), "out": str(out), "trials": a.trials}
+        given = {"trace": str(cell.trace), "costs": str(cell.costs), "out": str(out), "trials": a.trials}
         cells = {"search": {"batches": a.batches}, "surface": {"contexts": a.contexts}}
         said = tune.run({**given, **cells, "bootstrap": 200})["surface"]
     names = ("surface", "single") if said["pays"] else ()
@@ -92,10 +72,9 @@ def margins(cell, policies, clock):
     """Measured time over plain's in every cell, [contexts, batches, repeats, policies], and outputs unlike plain's."""
     a, relative, unlike = cell.a, [], 0
     for context in a.contexts:
-        test = [d for d in cell.of("test") if len(d.prompt_ids) == context]
         for batch in a.batches:
-            some = test[: a.singles] if batch == 1 else test[: len(test) // batch * batch]
-            groups = [some[i : i + batch] for i in range(0, len(some), batch)]
+            groups = cell.groups(batch, context)[: a.singles if batch == 1 else None]
+            some = [d for group in groups for d in group]
             with clock.stage(f"measure {context}, batch {batch}"):
                 us, differing = measured(replace(cell.job, documents=some), groups, policies, 1 + a.repeats)
             total_us = us[:, 1:].sum(axis=0)  # [repeats, policies]
@@ -135,16 +114,10 @@ def row_of(cell, said, relative, unlike):
 
 
 def main(argv=None):
-    a = arguments(argv)
-    device, clock = "cpu" if a.dry else "cuda", Clock()
-    with clock.stage("load"):
-        model = load_model(a.model, device=device)
-    name, spec = Path(a.model).stem, spec_of(a.workload, a.contexts[-1], a.train, a.test, a.new_tokens)
-    model.config.check_context(a.contexts[-1] + a.new_tokens)
-    found, about = every_document(a, model)
-    settings = {"model": {"source": a.model, "name": name, "device": device}, "workload": to_plain(spec)}
+    a, clock = arguments(argv), Clock()
     with tempfile.TemporaryDirectory() as folder:
-        cell = Cell(a.workload, Job(model, name, spec, found), Path(folder), settings, a, about)
+        with clock.stage("load"):
+            cell = Cell.of(a, a.contexts, Path(folder))
         policies, said = tuned(cell, clock)
         relative, unlike = margins(cell, policies, clock) if said["pays"] else (None, 0)
         row = row_of(cell, said, relative, unlike)

@@ -68,8 +68,8 @@ def test_regret_is_what_the_best_of_the_grid_would_have_saved(script):
     ]  # [docs][repeats]
     digests = [policy_digest(p) for p in policies]
     again = {digest: np.array(us, dtype=float) for digest, us in zip(digests, times)}
-    a = SimpleNamespace(trials=1000, batch=1)
-    cell = SimpleNamespace(a=a, name="code-31000", job=SimpleNamespace(name="tiny"))
+    a = SimpleNamespace(trials=1000, batch=1, workload="code", context=31000)
+    cell = SimpleNamespace(a=a, job=SimpleNamespace(name="tiny"))
     row_of = script("search_regret").row_of
     row = row_of(cell, "held-out", own, dict(zip(digests, policies)), again, digests[:2], {"points": 520})
     assert row["value"] == pytest.approx(100 * (1 - 50 / 60), abs=1e-4)

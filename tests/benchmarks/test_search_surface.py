@@ -8,8 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from specdial.engine.job import Job
-from specdial.engine.workloads import WorkloadSpec
+from specdial.policies.errors import UserError
 from specdial.policies.schema import plain_policy, policy_from_mapping
 
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
@@ -33,23 +32,21 @@ def test_dry_run_measures_a_surface_where_tune_says_that_it_pays(script, tiny_ch
     assert list(json.loads(capsys.readouterr().out.splitlines()[-1])) == [row["id"]]
 
 
-def test_every_cell_is_measured_on_its_own_test_documents(script, tiny_model, monkeypatch):
-    model = tiny_model("qwen2")
-    a = script.arguments(["--dry", "--contexts", "200", "100", "--workload", "novel", "--new-tokens", "4"])
-    found, _ = script.every_document(a, model)
-    assert [(d.index, len(d.prompt_ids), d.split) for d in found] == [
-        (4 * c + i, context, split)
-        for c, context in enumerate((200, 100))
-        for i, split in enumerate(("train", "train", "test", "test"))
-    ]
-    job = Job(model, "tiny", WorkloadSpec("book", 200, 8, 4), found)
-    cell = SimpleNamespace(a=a, job=job, of=lambda split: [d for d in found if d.split == split])
+def test_every_cell_is_measured_on_its_own_test_documents(script, tiny_checkpoint, tmp_path):
+    sizes = ["--contexts", "200", "100", "--workload", "novel", "--new-tokens", "4"]
+    a = script.arguments(["--dry", "--model", str(tiny_checkpoint("qwen2")), *sizes])
+    cell = script.Cell.of(a, a.contexts, tmp_path)
+    found = [(d.index, len(d.prompt_ids), d.split) for d in cell.job.documents]
+    splits = ("train", "train", "test", "test")
+    assert found == [(4 * c + i, size, split) for c, size in enumerate((200, 100)) for i, split in enumerate(splits)]
     drafting = policy_from_mapping({"controller": {"kind": "fixed", "k": 2}, "draft_kv": {"budget": 80}})
     relative, unlike = script.margins(cell, [plain_policy(), drafting, plain_policy()], script.Clock())
     assert relative.shape == (2, 2, 2, 3)
     assert np.median(relative[..., 0], axis=2) == pytest.approx(1.0)
     assert (relative > 0).all()
     assert unlike == 0
+    with pytest.raises(UserError, match="batch 3 of 2 test documents"):
+        cell.groups(3, 200)
 
 
 def test_the_margin_is_time_saved_with_equal_plain_time_in_every_cell(script):

@@ -1,0 +1,106 @@
+"""What the search benchmarks share: documents, a dense record and a cost table of them, on one loaded model.
+
+Every step is the verb's own `run`. Leaves out searching and measuring.
+"""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from prediction_documents import built, from_prompts, spec_of
+from prompts import read
+
+from specdial.engine.job import Job
+from specdial.engine.trace.reader import read_trace
+from specdial.engine.verbs import calibrate, record
+from specdial.engine.weights import load_model
+from specdial.policies.errors import UserError
+from specdial.policies.fields import to_plain
+from specdial.policies.schema import DraftKV, plain_policy
+from specdial.simulator.verbs import replay
+
+K_MAX = 8
+KS = (0, 1, 2, 3, 4, 6, 8)  # draft lengths that are timed
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """Documents of a workload in `job`, files under `folder`. a: the script's arguments; about: facts on the texts."""
+
+    job: Job
+    folder: Path
+    settings: dict
+    a: object
+    about: dict
+
+    @classmethod
+    def of(cls, a, contexts, folder):
+        """Load the model and the documents of all contexts, the longest first, numbered on."""
+        model = load_model(a.model, device="cpu" if a.dry else "cuda")
+        name, found, about = Path(a.model).stem, [], {"workload": a.workload}
+        model.config.check_context(max(contexts) + a.new_tokens)
+        for context in sorted(contexts, reverse=True):
+            spec = spec_of(a.workload, context, a.train, a.test, a.new_tokens)
+            if a.prompts is None:
+                some = built(spec, model.tokenizer)
+            else:
+                ids, about = read(a.prompts, model.tokenizer, a.workload, context)
+                some = from_prompts(ids, a.train, a.test, a.new_tokens)
+            found += [replace(d, index=len(found) + i) for i, d in enumerate(some)]
+        spec = spec_of(a.workload, max(contexts), a.train, a.test, a.new_tokens)
+        settings = {"model": {"source": a.model, "name": name}, "workload": to_plain(spec)}
+        return cls(Job(model, name, spec, found), folder, settings, a, about)
+
+    @property
+    def trace(self):
+        return self.folder / "trace"
+
+    @property
+    def costs(self):
+        return self.folder / "costs"
+
+    def split(self, name):
+        return [d for d in self.job.documents if d.split == name]
+
+    def groups(self, batch, context=None):
+        """Test documents that decode together: whole batches. Raises UserError where there are none."""
+        test = [d for d in self.split("test") if context in (None, len(d.prompt_ids))]
+        if len(test) < batch:
+            raise UserError(f"batch {batch} of {len(test)} test documents", "ask for more documents or smaller batches")
+        return [test[i : i + batch] for i in range(0, len(test) - batch + 1, batch)]
+
+
+def record_dense(cell, splits, clock):
+    """Draft every position of the documents of some splits, at every budget."""
+    documents = [d for d in cell.job.documents if d.split in splits]
+    policy = {**to_plain(plain_policy()), "draft_kv": _selection(cell)}
+    dense = {"split": "+".join(splits), "dense": True, "budgets": cell.a.budgets, "k_max": K_MAX}
+    with clock.stage(f"record {len(documents)} documents"):
+        record.run(
+            {**cell.settings, "policy": policy, **dense, "out": str(cell.trace)}, replace(cell.job, documents=documents)
+        )
+
+
+def time_rounds(cell, contexts, batches, clock):
+    """Calibrate at these contexts and at where their documents end, on the first train document and its output."""
+    document = cell.split("train")[0]
+    rows = [row for row in read_trace(cell.trace).outputs.to_pylist() if row["doc"] == document.index]
+    output = [row["token_id"] for row in sorted(rows, key=lambda row: row["position"])]
+    timed = replace(cell.job, documents=[replace(document, prompt_ids=[*document.prompt_ids, *output])])
+    ends = [context + more for context in sorted(contexts) for more in (0, cell.a.new_tokens)]
+    ranges = {"contexts": ends, "batches": batches, "ks": KS, "budgets": cell.a.budgets, "draft_kv": _selection(cell)}
+    with clock.stage("calibrate"):
+        calibrate.run({**cell.settings, **ranges, "repeats": cell.a.calibrations, "out": str(cell.costs)}, timed)
+
+
+def predicted(cell, trace, policies, batch):
+    """Replay's outcomes on a trace's train documents by policy digest. Raises UserError for a policy it refuses."""
+    settings = {"trace": str(trace), "costs": str(cell.costs), "batch": batch, "split": "train"}
+    outcomes = replay.run({**settings, "policies": [to_plain(p) for p in policies]})["outcomes"]
+    refused = next((o for o in outcomes if o["speedup"] is None), None)
+    if refused:
+        raise UserError(f"{refused['name']} cannot be predicted: {refused['reason']}", "change the grid")
+    return {outcome["policy_digest"]: outcome for outcome in outcomes}
+
+
+def _selection(cell):
+    return to_plain(DraftKV(budget=cell.a.budgets[0], page=cell.a.page))
