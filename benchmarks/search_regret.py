@@ -117,8 +117,9 @@ def regret(cell, clock):
     with clock.stage(f"{len(finalists)} finalists"):
         again, _ = measured(cell.job, batches, list(finalists.values()), 1 + a.repeats)
     again = dict(zip(finalists, np.moveaxis(again[:, 1:], 2, 0)))  # digest: [groups, repeats]
-    in_grid = [policy_digest(policies[i]) for i in (0, *fastest)]
     known = np.isfinite(first_us)
+    digests = {policy_digest(p) for p, timed in zip(policies, known) if timed}
+    in_grid = [digest for digest in finalists if digest in digests]
     speedups = np.array([guessed[policy_digest(p)]["speedup"] for p in policies])[known]
     about = {
         "points": int(known.sum()),
