@@ -72,10 +72,9 @@ TITLE = "Where the time of a token goes"
 
 def _bars(inputs: Inputs) -> list[Bar]:
     found = [bar for bar in (_recorded(inputs),) if bar is not None]
-    replayed = (inputs.json("replay") or {}).get("outcomes", [])
-    if not replayed:
-        study = inputs.json("tune") or {}
-        replayed = [study[name] for name in ("best", "best_fixed") if name in study]
+    study = inputs.json("tune") or {}
+    replayed = [*(inputs.json("replay") or {}).get("outcomes", [])]
+    replayed += [study[name] for name in ("best", "best_fixed") if study.get(name)]  # a round's parts, pay or not
     names: set[str] = set()
     for outcome in sorted(replayed, key=lambda o: o["us_per_token"] or 0.0):
         if outcome["breakdown"] and outcome["name"] not in names:

@@ -16,7 +16,7 @@ from specdial.simulator.acceptance import (
 )
 from specdial.simulator.lanes import Record
 from specdial.simulator.report.inputs import Inputs
-from specdial.simulator.report.section import Figure, Section, chart, fold, key, layout, number, pair, rule, table
+from specdial.simulator.report.section import Figure, Json, Section, chart, fold, key, layout, number, pair, rule, table
 
 NEEDS = "specdial record workload=book dense=true out=runs/book"
 TITLE = "Entropy and acceptance"
@@ -55,7 +55,7 @@ def section(inputs: Inputs) -> Section:
     if score is not None:
         figures.append(_reliability(score))
         caption = (
-            f"Fitted on train, scored on other documents: expected calibration error "
+            f"Fitted on train, scored on other documents, 95 % bars: expected calibration error "
             f"{score.expected_calibration_error:.3f}, log-loss {score.log_loss:.3f} "
             f"(the mean alone {score.base_log_loss:.3f})."
         )
@@ -94,6 +94,19 @@ def _wilson(rate: float, n: int) -> tuple[float, float]:
     return max(0.0, float(middle - half)), min(1.0, float(middle + half))
 
 
+def _bars(found: list[tuple[float, float, float]]) -> Json:
+    """Error bars of (rate, low, high)."""
+    return {
+        "type": "data",
+        "symmetric": False,
+        "array": [high - rate for rate, _, high in found],
+        "arrayminus": [rate - low for rate, low, _ in found],
+        "color": "@accent",
+        "thickness": 1.5,
+        "width": 0,
+    }
+
+
 def _mean(values: Floats, weights: Floats) -> float | None:
     return float((values * weights).sum() / weights.sum()) if weights.sum() else None
 
@@ -117,15 +130,7 @@ def _rates(found: list[Bin], fit: RateFit | None) -> Figure:
         "x": [b.entropy for b in found],
         "y": [b.rate for b in found],
         "customdata": [b.count for b in found],
-        "error_y": {
-            "type": "data",
-            "symmetric": False,
-            "array": [b.high - b.rate for b in found],
-            "arrayminus": [b.rate - b.low for b in found],
-            "color": "@accent",
-            "thickness": 1.5,
-            "width": 0,
-        },
+        "error_y": _bars([(b.rate, b.low, b.high) for b in found]),
         "marker": {
             "color": "@accent",
             "size": [6 + 10 * (b.count / most) ** 0.5 for b in found],
@@ -158,6 +163,7 @@ def _reliability(score: Calibration) -> Figure:
         "x": [predicted for predicted, _, _ in score.reliability],
         "y": [seen for _, seen, _ in score.reliability],
         "customdata": [count for _, _, count in score.reliability],
+        "error_y": _bars([(seen, *_wilson(seen, count)) for _, seen, count in score.reliability]),
         "marker": {
             "color": "@accent",
             "size": [6 + 10 * (count / most) ** 0.5 for _, _, count in score.reliability],

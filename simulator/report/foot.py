@@ -15,18 +15,20 @@ TITLE = "Provenance"
 ROOT = Path(__file__).resolve().parents[2]
 # Settings that a command line names in another form, or that hold whole policies.
 OMITTED = ("policies", "policy", "model", "workload")
+WORKLOAD = ("path", "context_tokens", "documents", "new_tokens", "seed")  # what is most often set
 SHOWN_VERSIONS = ("specdial", "torch", "numpy", "triton")
 
 
 def section(inputs: Inputs) -> Section:
     """A table of the inputs, the commands that made them, and what this page was made by."""
     rows = [_row(source, inputs) for source in inputs.sources.values()]
-    commands = "\n".join(command(source.run) for source in inputs.sources.values() if source.run)
+    commands = "\n".join(command(source.run, source.content) for source in inputs.sources.values() if source.run)
     here = provenance()
     model = inputs.model
     facts = [f"Model {escape(str(model['name']))}, digest <code>{model['digest'][:16]}</code>"]
     facts += [_machine(inputs.hardware)] if inputs.hardware else []
-    facts.append(f"Page made {here['made_at']} by specdial {here['versions']['specdial']}, {commit()}")
+    made = here["made_at"][:16].replace("T", " ")
+    facts.append(f"Page made {made} UTC by specdial {here['versions']['specdial']}, {commit()}")
     lead = ". ".join(facts) + "."
     html = table(["input", "made", "machine", "versions", "digest"], rows, text=5)
     html += f"<h3>Commands</h3><pre>{escape(commands)}</pre>" if commands else ""
@@ -36,8 +38,12 @@ def section(inputs: Inputs) -> Section:
     return Section("provenance", TITLE, lead, (f'<p class="warn">{mismatch}</p>' if mismatch else "") + html)
 
 
-def command(run: dict[str, Any]) -> str:
-    """The verb with its settings, as a line for the shell; policies, and what Hydra's groups hold, are left out."""
+def command(run: dict[str, Any], content: dict[str, Any]) -> str:
+    """The verb with its settings, as a line for the shell. content: what it wrote.
+
+    Policies stand behind it by name: they are files, or settings that are shown below in full, as are the rest of what
+    Hydra's groups hold.
+    """
     config = run.get("config", {})
     parts = [f"specdial {run.get('verb')}"]
     model, workload = config.get("model"), config.get("workload")
@@ -45,7 +51,8 @@ def command(run: dict[str, Any]) -> str:
         parts.append(f"model={model.get('name') if str(model['source']).startswith('wheel:') else model['source']}")
     if isinstance(workload, dict) and workload.get("kind"):
         parts.append(f"workload={workload['kind']}")
-        parts += [f"workload.{name}={workload[name]}" for name in ("context_tokens", "documents") if name in workload]
+        parts += [f"workload.{name}={workload[name]}" for name in WORKLOAD if workload.get(name) is not None]
+    parts += [f"trials={content['trials']}"] if "trials" in content else []  # which may grow, so the run has none
     parts += [f"{name}={value}" for name, value in _leaves(config)]
     policies = [config["policy"]] if isinstance(config.get("policy"), dict) else config.get("policies") or []
     names = [str(policy.get("name")) for policy in policies if isinstance(policy, dict)]

@@ -90,10 +90,11 @@ def _figure(tried: list[Tried]) -> Figure:
     for lossless in (True, False):
         rest = [t for t in tried if t["lossless"] is lossless and t["policy_digest"] not in members]
         if rest:
-            data.append(_points(rest, lossless, "@faint", 5))
+            data.append(_points(rest, lossless, "@faint", 5) | {"name": f"{_kind(lossless)}, others tried"})
         if front.get(lossless):
             line = {"color": "@accent", "width": 2, "shape": "hv", "dash": "solid" if lossless else "dash"}
-            data.append(_points(front[lossless], lossless, "@accent", 9) | {"mode": "lines+markers", "line": line})
+            drawn_ = {"mode": "lines+markers", "line": line, "name": f"{_kind(lossless)}, front"}
+            data.append(_points(front[lossless], lossless, "@accent", 9) | drawn_)
     drawn = layout(
         "keys and values read per token, MB",
         "",
@@ -117,6 +118,10 @@ def _figure(tried: list[Tried]) -> Figure:
     return Figure("chart-front", label_, data, drawn)
 
 
+def _kind(lossless: bool) -> str:
+    return "lossless" if lossless else "lossy"
+
+
 def _points(tried: list[Tried], lossless: bool, color: str, size: int) -> Json:
     return {
         "type": "scatter",
@@ -132,7 +137,7 @@ def _points(tried: list[Tried], lossless: bool, color: str, size: int) -> Json:
 def _hover(tried: Tried) -> str:
     batch = [f"batch {tried['batch']}"] if "batch" in tried and "batch" not in tried["params"] else []
     settings = [escape(f"{name} {_value(value)}", quote=False) for name, value in tried["params"].items()]
-    return "<br>".join([f"{'lossless' if tried['lossless'] else 'lossy'}, {tried['level']}", *settings, *batch])
+    return "<br>".join([f"{_kind(tried['lossless'])}, {tried['level']}", *settings, *batch])
 
 
 def _value(value: Any) -> str:

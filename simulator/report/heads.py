@@ -57,6 +57,7 @@ def _map(source: str, heads: list[HeadScore], chosen: list[list[int]]) -> Figure
             {
                 "type": "scatter",
                 "mode": "markers",
+                "name": "chosen to score keys",
                 "x": [layer for layer, _ in chosen],
                 "y": [head for _, head in chosen],
                 "marker": {"symbol": "circle-open", "size": 11, "color": "@ink", "line": {"width": 2}},

@@ -68,6 +68,7 @@ def _line(arm: Sequence[Row], name: str, first: bool, **more: Any) -> Json:
     line: Json = {"color": color, "width": 2.5 if first else 1.5, **more}
     return {
         "type": "scatter",
+        "name": f"{_arm(arm)}, lossless",
         "mode": "lines+markers" if first else "lines",
         "x": [row["k"] for row in arm],
         "y": [row[name] for row in arm],
@@ -102,7 +103,11 @@ def _speedups(arms: list[list[Row]], best: Row, turn: int | None) -> Figure:
 def _tails(arms: list[list[Row]], turn: int | None) -> Figure:
     data = [_line(arm, "tail", i == 0) for i, arm in reversed(list(enumerate(arms)))]
     gamma = _line(arms[0], "gamma", True, dash="dash")
-    gamma |= {"mode": "lines", "line": {"color": "@ink", "width": 1.5, "dash": "dash"}}
+    gamma |= {
+        "name": "cost of a draft (gamma)",
+        "mode": "lines",
+        "line": {"color": "@ink", "width": 1.5, "dash": "dash"},
+    }
     lines, words = [], []
     if turn is not None:
         lines.append(rule((turn, turn), (0, 1), yref="paper"))

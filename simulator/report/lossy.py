@@ -97,6 +97,7 @@ def _dots(points: list[Point], source: str) -> Json:
     return {
         "type": "scatter",
         "mode": "markers",
+        "name": f"lossy, {source}",
         "x": [point.top1 for point in points],
         "y": [point.speedup for point in points],
         "error_x": {

@@ -79,14 +79,16 @@ def _ends(part: dict[str, Any]) -> list[float]:
 
 
 def _points(rows: list[Row], lossless: bool) -> Json:
+    kind = "lossless" if lossless else "lossy"
     return {
         "type": "scatter",
         "mode": "markers",
+        "name": kind,
         "x": [row["predicted"]["speedup"] for row in rows],
         "y": [row["measured"]["speedup"] for row in rows],
         "error_x": _bars([row["predicted"] for row in rows]),
         "error_y": _bars([row["measured"] for row in rows]),
-        "customdata": [f"{row['name']}, {'lossless' if lossless else 'lossy'}" for row in rows],
+        "customdata": [f"{row['name']}, {kind}" for row in rows],
         "marker": {
             "symbol": SYMBOLS[lossless],
             "size": 9,

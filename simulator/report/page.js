@@ -21,17 +21,44 @@
     return result;
   }
 
+  // What Plotly draws of one figure, as wide as its place is now.
+  function made(name, theme) {
+    const figure = figures[name];
+    const width = document.getElementById(name).clientWidth;
+    const layout = merged(figure.layout, width < NARROW ? figure.narrow : {});
+    return { data: painted(figure.data, theme), layout: { ...painted(layout, theme), width } };
+  }
+
   function draw(theme) {
     return Promise.all(
-      Object.entries(figures).map(([name, figure]) => {
+      Object.keys(figures).map((name) => {
         const place = document.getElementById(name);
-        const width = place.clientWidth;
-        const layout = merged(figure.layout, width < NARROW ? figure.narrow : {});
+        const { data, layout } = made(name, theme);
         place.style.height = `${layout.height}px`;
-        const options = { displayModeBar: false, showTips: false, doubleClick: false };
-        return Plotly.react(place, painted(figure.data, theme), { ...painted(layout, theme), width }, options);
+        return Plotly.react(place, data, layout, { displayModeBar: false, showTips: false, doubleClick: false });
       })
     );
+  }
+
+  // An image stands alone: on white, under its title, with a legend of whatever has a name.
+  function save(name, format) {
+    const { data, layout } = made(name, themes.light);
+    const named = data.filter((trace) => trace.name).length;
+    const title = document.getElementById(name).closest("figure").querySelector("h3").textContent;
+    const room = 40 + 22 * Math.ceil((named * 170) / layout.width);
+    Object.assign(layout, {
+      paper_bgcolor: themes.light.paper,
+      height: layout.height + room,
+      margin: { ...layout.margin, t: layout.margin.t + room },
+      title: { text: title, font: { size: 15, color: themes.light.ink }, x: 0.02, xanchor: "left", y: 1, yref: "container",
+               yanchor: "top", pad: { t: 14 } },
+      showlegend: named > 0,
+      legend: { orientation: "h", traceorder: "normal", x: 0.01, xref: "container", yref: "container", yanchor: "top" },
+    });
+    layout.legend.y = 1 - 36 / layout.height;
+    const shown = data.map((trace) => ({ ...trace, showlegend: Boolean(trace.name) }));
+    const size = { width: layout.width, height: layout.height, scale: format === "png" ? 2 : 1 };
+    return Plotly.downloadImage({ data: shown, layout }, { ...size, format, filename: name });
   }
 
   const now = () => (dark.matches ? themes.dark : themes.light);
@@ -43,6 +70,10 @@
     last = window.innerWidth;
     cancelAnimationFrame(waiting);
     waiting = requestAnimationFrame(() => draw(now()));
+  });
+  document.addEventListener("click", (event) => {
+    const { chart, format } = event.target.dataset;
+    if (chart) save(chart, format);
   });
   // Paper is light, and narrower than most screens: the style sheet's "paper" has its width.
   window.addEventListener("beforeprint", () => {

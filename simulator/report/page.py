@@ -8,6 +8,7 @@ import json
 from collections.abc import Callable
 from html import escape
 from pathlib import Path
+from typing import Any
 
 from specdial.policies.errors import UserError
 from specdial.simulator.report import breakdown, entropy, foot, front, heads, inversion, lossy, measured, surface
@@ -126,7 +127,7 @@ def _facts(inputs: Inputs) -> list[tuple[str, str]]:
         best = study["best"]
         kind = "lossless" if best["lossless"] else "lossy"
         facts.append(("tuned policy", _words(best["name"], f"{kind}, {best['level']}")))
-        facts.append(("predicted", _value(times(best["speedup"]), span(best["low"], best["high"]))))
+        facts.append(("predicted", _value(times(best["speedup"]), _interval(best))))
     if validation is not None:
         for lossless, word in ((True, "lossless"), (False, "lossy")):
             rows = [row for row in validation["policies"] if row["lossless"] is lossless]
@@ -142,6 +143,11 @@ def _facts(inputs: Inputs) -> list[tuple[str, str]]:
     if gbps:
         facts.append(("plain decoding moves", _value(f"{gbps:.1f}", "GB/s of weights, keys and values")))
     return facts
+
+
+def _interval(outcome: dict[str, Any]) -> str:
+    known = outcome["low"] is not None and outcome["high"] is not None
+    return span(outcome["low"], outcome["high"]) if known else "no interval"
 
 
 def _value(value: str, below: str) -> str:

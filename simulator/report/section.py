@@ -15,7 +15,10 @@ SYMBOLS = {True: "circle", False: "diamond-open"}
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One chart. label: what it shows, for those who cannot see it. narrow: changes to the layout below 560 pixels."""
+    """One chart. label: what it shows, for those who cannot see it. narrow: changes to the layout below 560 pixels.
+
+    Traces with a name stand in the legend of a saved image, which has no key beside it.
+    """
 
     name: str
     label: str
@@ -51,13 +54,23 @@ class Section:
 
 def chart(figure: Figure, title: str, note: str = "", kind: str = "chart") -> str:
     """A figure's place on the page, under its own title; the script draws into it. kind: classes of the style sheet."""
-    height = figure.layout["height"]
+    place = f'id="{figure.name}" role="img" aria-label="{escape(figure.label)}"'
     return (
-        f'<figure><h3>{title}</h3><div class="{kind}" id="{figure.name}" role="img" '
-        f'aria-label="{escape(figure.label)}" style="height:{height}px"></div>'
+        f'<figure><div class="head"><h3>{title}</h3>{_save(figure)}</div>'
+        f'<div class="{kind}" {place} style="height:{figure.layout["height"]}px"></div>'
         + (f"<figcaption>{note}</figcaption>" if note else "")
         + "</figure>"
     )
+
+
+def _save(figure: Figure) -> str:
+    """Buttons that save a chart as an image; the page's script makes it, without a network."""
+    buttons = (
+        f'<button type="button" data-chart="{figure.name}" data-format="{kind}" '
+        f'aria-label="Save {escape(figure.label)} as {kind.upper()}">{kind.upper()}</button>'
+        for kind in ("svg", "png")
+    )
+    return f'<span class="save">{"".join(buttons)}</span>'
 
 
 def pair(*charts: str) -> str:

@@ -51,23 +51,28 @@ def section(inputs: Inputs) -> Section:
         marks.append(("hatch", "k = 0: plain decoding is best"))
     if any(tile.guessed for tile in (*composed, *fixed)):
         marks.append(("star", "from costs or acceptance of other contexts"))
-    figures, html = [], key(*marks)
+    figures, html, lossy = [], key(*marks), searches_lossy(inputs.json("tune") or {})
     if composed:
         figures.append(_figure("chart-composed", composed))
-        html += _kinds(inputs) + chart(figures[-1], "Policy by context and batch, as the search chose it")
+        html += _kinds(lossy) + chart(
+            figures[-1], f"Policy by context and batch, as the search chose it{_all(not lossy)}"
+        )
     if fixed:
         figures.append(_figure("chart-fixed", fixed))
         caption = "Acceptance is as recorded, whatever the context: this shows where costs turn, not where text does."
-        html += f'<p class="kinds">Every fixed k is {label(True)}</p>'
-        html += chart(figures[-1], "Best fixed k by context and batch", caption)
+        html += chart(figures[-1], f"Best fixed k by context and batch{_all(True)}", caption)
     return Section("surface", TITLE, lead, html, tuple(figures))
 
 
-def _kinds(inputs: Inputs) -> str:
-    """What kinds of policy a composed surface is of."""
-    lossy = searches_lossy(inputs.json("tune") or {})
+def _kinds(lossy: bool) -> str:
+    """What kinds of policy a composed surface may be of."""
     words = f"Policies here may be {label(True)} or {label(False)}: their names say how they verify"
-    return f'<p class="kinds">{words if lossy else f"Every policy here is {label(True)}"}</p>'
+    return f'<p class="kinds">{words}</p>' if lossy else ""
+
+
+def _all(lossless: bool) -> str:
+    """Behind a title, which goes with a saved image too."""
+    return ": all lossless" if lossless else ""
 
 
 def _composed(study: dict[str, Any]) -> list[Tile]:
@@ -137,6 +142,7 @@ def _figure(name: str, tiles: Sequence[Tile]) -> Figure:
     }
     hatch: Json = {
         "type": "bar",
+        "name": "k = 0: plain decoding is best",
         "x": [i for i, _, _ in hatched],
         "base": [j - 0.47 for _, j, _ in hatched],
         "y": [0.94] * len(hatched),

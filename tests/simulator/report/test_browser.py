@@ -1,14 +1,18 @@
 """The report in a real headless Chromium, where there is one: no console message, no request, every section drawn.
 
-Chromium is driven through its debugging pipe (JSON between zero bytes), which needs no library.
+Chromium is driven through its debugging pipe (JSON between zero bytes), which needs no library. Screenshots of the
+whole page are judged by their colours, and kept where the page lies, in pytest's temporary folder (--basetemp=DIR).
 """
 
+import base64
 import json
 import os
 import shutil
 import subprocess
 
 import pytest
+
+from specdial.simulator.report.theme import DARK, LIGHT
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 FLAGS = (
@@ -93,7 +97,7 @@ class Browser:
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory):
     if CHROMIUM is None:
-        pytest.skip("no Chromium on this machine")
+        pytest.skip("no Chromium on this machine: apt-get install chromium, or put one on PATH")
     opened = Browser(tmp_path_factory.mktemp("profile"))
     yield opened
     opened.close()
@@ -121,8 +125,68 @@ TICK = 'getComputedStyle(document.querySelector(".xtick text")).fill'
 BACKGROUND = "getComputedStyle(document.body).backgroundColor"
 
 
+# Per chart, the share of its pixels in a screenshot that are within 24 of each colour in all three channels.
+SHARES = """
+async (png, colors) => {
+  const image = new Image();
+  image.src = "data:image/png;base64," + png;
+  await image.decode();
+  const context = new OffscreenCanvas(image.width, image.height).getContext("2d");
+  context.drawImage(image, 0, 0);
+  const wanted = colors.map((color) => [1, 3, 5].map((at) => parseInt(color.slice(at, at + 2), 16)));
+  return [...document.querySelectorAll(".chart")].map((chart) => {
+    const at = chart.getBoundingClientRect(), found = wanted.map(() => 0);
+    const {data} = context.getImageData(at.x + scrollX, at.y + scrollY, at.width, at.height);
+    for (let i = 0; i < data.length; i += 4)
+      for (let j = 0; j < wanted.length; j++) {
+        const [r, g, b] = wanted[j];
+        found[j] += Math.max(Math.abs(data[i] - r), Math.abs(data[i + 1] - g), Math.abs(data[i + 2] - b)) < 24;
+      }
+    return [chart.id, ...found.map((count) => (4 * count) / data.length)];
+  });
+}
+"""
+
+
+def look(browser, path, width, theme):
+    """Take a screenshot of the whole page; in every chart: paper, words in grey, data in the accent or its shades."""
+    clip = {
+        "x": 0,
+        "y": 0,
+        "width": width,
+        "height": browser.value("document.documentElement.scrollHeight"),
+        "scale": 1,
+    }
+    png = browser("Page.captureScreenshot", captureBeyondViewport=True, clip=clip)["data"]
+    (path.parent / f"{'light' if theme is LIGHT else 'dark'}-{width}.png").write_bytes(base64.b64decode(png))
+    colors = [theme[name] for name in ("paper", "cell", "muted", "accent", "term-verify", "hatch")]
+    found = browser.value(f"({SHARES})({json.dumps(png)}, {colors})")
+    assert len(found) == 11
+    for name, paper, cell, words, *data in found:
+        assert paper + cell > 0.3, name
+        assert words > 0.0005, name
+        assert max(data) > 0.0005, name
+
+
+def test_a_chart_is_saved_as_an_image_that_stands_alone(browser, path):
+    browser.media("dark")
+    browser.size(1280, 900)
+    browser.open(path)
+    folder = path.parent / "saved"
+    browser("Page.setDownloadBehavior", behavior="allow", downloadPath=str(folder))
+    for kind in ("svg", "png"):
+        browser.value(f"""document.querySelector('[data-chart="chart-front"][data-format="{kind}"]').click()""")
+        waiting = "new Promise(ok => setTimeout(ok, 50))"
+        assert any((folder / f"chart-front.{kind}").exists() or browser.value(waiting) for _ in range(100))
+    svg = (folder / "chart-front.svg").read_text()
+    assert "Speedup against KV read per token" in svg  # the title, and a legend that tells kinds apart
+    assert "lossless, front" in svg
+    assert (folder / "chart-front.png").read_bytes().startswith(b"\x89PNG")
+    assert browser.said("Runtime.consoleAPICalled", "Runtime.exceptionThrown", "Log.entryAdded") == []
+
+
 @pytest.mark.parametrize("width", [1280, 390])
-def test_every_section_is_drawn(browser, path, width):
+def test_every_section_is_drawn_and_legible(browser, path, width):
     browser.media()
     browser.size(width, 900)
     browser.open(path)
@@ -139,6 +203,7 @@ def test_every_section_is_drawn(browser, path, width):
     assert browser.said("Runtime.consoleAPICalled", "Runtime.exceptionThrown", "Log.entryAdded") == []
     requests = [event["params"]["request"]["url"] for event in browser.said("Network.requestWillBeSent")]
     assert [url for url in requests if not url.startswith("data:")] == [path.as_uri()]
+    look(browser, path, width, LIGHT)
 
 
 def test_light_dark_and_paper(browser, path):
@@ -146,6 +211,7 @@ def test_light_dark_and_paper(browser, path):
     browser.media("dark")
     browser.open(path)
     dark = browser.value(TICK), browser.value(BACKGROUND)
+    look(browser, path, 1280, DARK)
     browser.media("dark", "print")
     browser.value("dispatchEvent(new Event('beforeprint')) && new Promise(ok => setTimeout(ok, 300))")
     paper = browser.value(TICK), browser.value(BACKGROUND)
