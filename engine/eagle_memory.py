@@ -68,7 +68,8 @@ def training_memory(d: TrainingDemand) -> TrainingMemory:
     width, queries = c.hidden, c.heads * c.head_dim
     row = size * (16 * width + 5 * c.intermediate + 9 * queries) + 16 * width  # measured, and a third more
     logits = min(LOSS_ROWS, d.segment_tokens) * vocab * 4 * 5 + vocab * width * (4 + size * d.steps)
-    before = 6 * rows * queries * size  # keys and values of all rows, their copies for every query head, and gradients
+    # keys and values of all rows for every query head: a copy a step, and gradients
+    before = (2 * d.steps + 4) * rows * queries * size
     return TrainingMemory(
         optimiser=weights * (4 * 6 + 2 * size),  # the optimiser makes two copies more while it steps
         text=rows * (len(d.head.taps) * d.head.target_hidden + vocab) * size,

@@ -189,11 +189,9 @@ def summary_bytes(demand: Demand, batch: int, policies: list[Policy]) -> int:
 
 def most_recomputed(policies: list[Policy]) -> int:
     """Most rows that a full round puts in front of its own: all that the partial rounds before may have committed."""
-    periods = [
-        v.verify_kv.full_period for p in policies if p.k_max > 0 for v in p.variants() if not v.verify_kv.lossless
-    ]
-    rows = max([0, *(period - 1 for period in periods)]) * (max(p.k_max for p in policies) + 1)
-    return round_up(rows, CUDA_RECOMPUTED_MULTIPLE)
+    k = max(p.k_max for p in policies)
+    partial = [v.verify_kv for p in policies if p.k_max > 0 for v in p.variants() if not v.verify_kv.lossless]
+    return round_up(max((kv.most_uncorrected(k) for kv in partial), default=0), CUDA_RECOMPUTED_MULTIPLE)
 
 
 def memory_demand(model: LoadedModel, longest_tokens: int, batch: int, policies: list[Policy]) -> Demand:

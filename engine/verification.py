@@ -64,13 +64,16 @@ class Schedule:
     def __init__(self, sequences: Sequences, policy: Policy) -> None:
         self.s = sequences
         self._corrects = any(v.verify_kv.mode == "partial" and v.verify_kv.full_period for v in policy.variants())
+        self._most_tokens = policy.k_max + 1  # that a round commits
         self._since_full = 0
         self._kept: set[VerifyKV] = set()  # by which a selection was chosen since the last full round, and kept
         self._uncorrected = np.zeros(sequences.batch, dtype=np.int64)  # [B] tokens committed since the last full round
 
     def must_know(self, verify_kv: VerifyKV) -> bool:
-        """Does the next round depend on how much the ones before it committed?"""
-        return self._corrects and self._since_full > 0 and not self._is_partial(verify_kv)
+        """Does the next round depend on how much the one in flight commits?"""
+        if self._corrects and self._since_full > 0 and not self._is_partial(verify_kv):
+            return True
+        return self._filled(verify_kv, 0) != self._filled(verify_kv, self._most_tokens)
 
     def next(self, verify_kv: VerifyKV) -> Plan:
         """The plan of the round to be launched now."""
@@ -95,7 +98,14 @@ class Schedule:
 
     def _is_partial(self, verify_kv: VerifyKV) -> bool:
         period = verify_kv.full_period
-        return verify_kv.mode == "partial" and (period == 0 or self._since_full + 1 < period)
+        if verify_kv.mode == "full" or 0 < period <= self._since_full + 1:
+            return False
+        return not any(self._filled(verify_kv, 0))
+
+    def _filled(self, verify_kv: VerifyKV, unread: int) -> tuple[bool, bool]:
+        """Is the buffer full, does the budget hold everything, if rounds in flight committed `unread` tokens?"""
+        uncorrected, committed = int(self._uncorrected.max()) + unread, int(self.s.committed.max()) + unread
+        return verify_kv.overflows(uncorrected, self._most_tokens), verify_kv.holds(committed)
 
 
 class Verification:
@@ -265,14 +275,14 @@ class Verification:
         return whole.clamp(max=chosen_pages(self.kv, self.s.cache.capacity_tokens)), whole * self.kv.page
 
     def _by_pages(self, layer: int, q: Tensor, rows: Tensor) -> Selection:
-        """Pages of one layer that promise the round's queries q [B, T, H, D] most: the mean over its rows [B]."""
+        """Pages of one layer that promise the round's queries q [B, T, H, D] most, of which rows [B] count."""
         s, keys, pages = self.s, self.kv.keys, self._pages
         if pages is None:
             raise ValueError("this verification does not choose by page")
         whole = s.cache.lengths // keys.page  # [B]
         scores = score_pages(
-            q, pages.low[layer], pages.high[layer], whole * keys.page, page=keys.page, rule="quest",
-            backend=s.backend, rows=rows,
+            q, pages.low[layer], pages.high[layer], whole * keys.page, page=keys.page, rule=self.kv.bound,
+            backend=s.backend, pool=self.kv.rows, rows=rows,
         )  # fmt: skip
         indices, counts = select(
             scores, whole, budget=chosen_pages(self.kv, s.cache.capacity_tokens),
@@ -327,7 +337,7 @@ def chosen_pages(verify_kv: VerifyKV, capacity_tokens: int) -> int:
 
 def kept_tokens(verify_kv: VerifyKV, most_drafts: int) -> int:
     """Most keys behind a selection that lasts from one full round to the next, and of the last partial one's block."""
-    return verify_kv.full_period * (most_drafts + 1) + ROW_MULTIPLE
+    return verify_kv.most_uncorrected(most_drafts) + most_drafts + 1 + ROW_MULTIPLE
 
 
 def kept_keys(s: Sequences, verify_kv: VerifyKV, most_drafts: int) -> KeptKeys:

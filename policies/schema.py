@@ -125,7 +125,7 @@ def policy_from_mapping(value: object, where: str = "") -> Policy:
     for i, cell in enumerate(policy.cells):
         cell.check(f"{prefix}cells[{i}]")
         variants.append(_override(policy, cell.overrides, f"{prefix}cells[{i}]"))
-    drafting = tuple((p.verify_kv, longest_draft(p.controller) > 0) for p in [*variants, policy])
+    drafting = tuple((p.verify_kv, longest_draft(p.controller)) for p in [*variants, policy])
     check_variants(drafting, policy.scoring_heads, prefix)
     placed = (Variant(longest_draft(p.controller) > 0, p.drafter, p.draft_kv, p.verify_kv) for p in [*variants, policy])
     check_placement(policy.kv, tuple(placed), prefix)

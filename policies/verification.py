@@ -15,6 +15,8 @@ SOURCE_USES = {
     "budget": ("history", "lookahead", "hybrid", "page_bound"),
     "scope": ("history", "lookahead", "hybrid", "page_bound"),
     "page": ("history", "page_bound"),
+    "bound": ("page_bound",),
+    "rows": ("page_bound",),
     "lookahead_tokens": ("hybrid",),
 }
 LOOKAHEAD = ("lookahead", "hybrid")
@@ -30,11 +32,18 @@ class VerifyKV:
     source: what a key is worth. history: the target's own attention, of the last committed row in the policy's target
     scoring heads, or without such heads summed over the rows that are kept anyway (draft_kv.window). lookahead: the
     attention of the draft model's steps in its scoring heads. hybrid: lookahead_tokens keys by lookahead, the rest by
-    history. page_bound: Quest's bound on what the round's own queries can score. recent: nothing but sink and recent.
+    history. page_bound: what the round's own queries can score in a page, of which only the elementwise smallest and
+    largest key are known. recent: nothing but sink and recent.
+    bound: of page_bound; quest adds up max(q_d smallest_d, q_d largest_d) over dimensions, which no key exceeds; specpv
+    is the larger of q's products with the two. rows: what becomes of the bounds of a round's rows, their mean, their
+    largest, or the last one's.
     budget: keys per kv head, sink and recent included. scope: who shares a selection; scoring heads make one for all.
     page: keys chosen together; sink and recent are rounded up to whole pages.
     refresh: when keys are chosen anew. round: in every partial round. full: in the first one after a full round, to be
     kept until the next full round beside every key committed since (SpecPV's partial cache).
+    buffer: most tokens that partial rounds may commit before one is verified in full, full period or not; a round that
+    could exceed it is full. A sequence that the budget holds whole is then verified in full too, at no more cost. 0:
+    the full period alone decides.
     """
 
     mode: Literal["full", "partial"] = "full"
@@ -47,6 +56,9 @@ class VerifyKV:
     lookahead_tokens: int = setting(0, low=0, high=MOST_KEYS, later=True)
     page: Literal[1, 16, 32, 64] = setting(1, later=True)
     refresh: Literal["round", "full"] = setting("round", later=True)
+    bound: Literal["quest", "specpv"] = setting("quest", later=True)
+    rows: Literal["mean", "max", "last"] = setting("mean", later=True)
+    buffer: int = setting(0, low=0, high=MOST_KEYS, later=True)
 
     @property
     def lossless(self) -> bool:
@@ -58,6 +70,19 @@ class VerifyKV:
         """The same selection as what chooses keys takes it."""
         budget = self.sink + self.recent if self.source == "recent" else self.budget
         return DraftKV(budget=budget, sink=self.sink, recent=self.recent, scope=self.scope, page=self.page)
+
+    def overflows(self, uncorrected_tokens: int, most_tokens: int) -> bool:
+        """Could a partial round, which commits at most `most_tokens`, exceed the buffer?"""
+        return self.buffer > 0 and uncorrected_tokens + most_tokens > self.buffer
+
+    def holds(self, committed_tokens: int) -> bool:
+        """Is a sequence verified in full because the budget holds it whole?"""
+        return self.buffer > 0 and committed_tokens <= self.keys.budget
+
+    def most_uncorrected(self, k: int) -> int:
+        """Most tokens that partial rounds of k drafts commit between two full ones; there must be full ones."""
+        by_period = max(self.full_period - 1, 0) * (k + 1)
+        return min(by_period, self.buffer) if self.buffer else by_period
 
     def check(self, where: str = "verify_kv") -> None:
         """Raises UserError where settings contradict each other or are not used."""
@@ -91,6 +116,12 @@ class VerifyKV:
                 f"{where}.scope is {self.scope!r}, source {self.source} makes one selection for all layers and heads",
                 "use model",
                 field=f"{where}.scope",
+            )
+        if self.buffer and self.full_period == 0:
+            raise UserError(
+                f"{where}.buffer is {self.buffer}, and full_period 0 never corrects what partial rounds leave",
+                "give a full period, the longest that is wanted",
+                field=f"{where}.buffer",
             )
         if self.source == "page_bound" and (self.page == 1 or self.scope == "model"):
             name, value = ("page", self.page) if self.page == 1 else ("scope", self.scope)
@@ -171,13 +202,21 @@ def check_variant(verify_kv: VerifyKV, heads: ScoringHeads, drafter: Drafter, dr
         )
 
 
-def check_variants(variants: tuple[tuple[VerifyKV, bool], ...], heads: ScoringHeads, prefix: str) -> None:
-    """What holds for all cells together. variants: each one's verification, and whether it drafts.
+def check_variants(variants: tuple[tuple[VerifyKV, int], ...], heads: ScoringHeads, prefix: str) -> None:
+    """What holds for all cells together. variants: each one's verification, and most drafts of a round.
 
-    Raises UserError on heads that no cell uses, and on partial verification of a policy that never drafts, or that is
-    corrected in some cells only.
+    Raises UserError on heads that no cell uses, on partial verification of a policy that never drafts, or that is
+    corrected in some cells only, and on a buffer that not even one round fits.
     """
     partial = [v for v, _ in variants if v.mode == "partial"]
+    most = max(k for _, k in variants) + 1
+    for kv in partial:
+        if kv.overflows(0, most):
+            raise UserError(
+                f"{prefix}verify_kv.buffer is {kv.buffer}, a round commits up to {most} tokens",
+                f"use at least {most}, or mode full",
+                field=f"{prefix}verify_kv.buffer",
+            )
     for whose, sources in (("target", ("history", "hybrid")), ("draft", LOOKAHEAD)):
         if getattr(heads, whose) and not any(v.source in sources for v in partial):
             field = f"{prefix}scoring_heads.{whose}"
@@ -186,7 +225,7 @@ def check_variants(variants: tuple[tuple[VerifyKV, bool], ...], heads: ScoringHe
                 f"use mode partial with source {' or '.join(sources)}, or name no heads",
                 field=field,
             )
-    if partial and not any(drafts for _, drafts in variants):
+    if partial and not any(k for _, k in variants):
         raise UserError(
             f"{prefix}verify_kv.mode is 'partial', and the policy drafts nothing",
             "use a controller that drafts, or mode full",

@@ -59,6 +59,8 @@ def support(record: Record, policy: Policy, batch: int = 1) -> Support:
 def _lossy(record: Record, policy: Policy, batch: int, *, recorded: bool) -> Support:
     """recorded: the record's own rounds verify partially."""
     lossy = [variant for variant in policy.variants() if not variant.verify_kv.lossless]
+    if any(variant.verify_kv.buffer for variant in lossy):
+        return _refused("verify_kv.buffer makes rounds full by what was accepted, which replay does not follow")
     if recorded:
         own = policy_from_mapping(dict(record.trace.meta["policy"]), "meta.json policy")
         known = {_verified(variant) for variant in own.variants() if not variant.verify_kv.lossless}

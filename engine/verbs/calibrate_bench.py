@@ -211,7 +211,7 @@ class Bench:
 
 def _choose_pages(s: Sequences, policy: Policy, k: int) -> None:
     """What source page_bound does in every layer of a verification of k drafts, for queries of zeros."""
-    keys, c = policy.verify_kv.keys, s.decoder.config
+    kv, keys, c = policy.verify_kv, policy.verify_kv.keys, s.decoder.config
     pages = Summaries.of(s, keys.page)
     q = s.lasting(
         ("zeros", k),
@@ -220,8 +220,9 @@ def _choose_pages(s: Sequences, policy: Policy, k: int) -> None:
     whole = s.cache.lengths // keys.page  # [B]
     for layer in range(c.layers):
         scores = score_pages(
-            q, pages.low[layer], pages.high[layer], whole * keys.page, page=keys.page, rule="quest", backend=s.backend
-        )
+            q, pages.low[layer], pages.high[layer], whole * keys.page, page=keys.page, rule=kv.bound,
+            backend=s.backend, pool=kv.rows,
+        )  # fmt: skip
         protected = keys.sink_pages + keys.recent_pages
         select(
             scores, whole, budget=max(min(keys.budget // keys.page, scores.shape[-1]), protected),

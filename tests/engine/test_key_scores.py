@@ -193,15 +193,19 @@ def test_lookahead_is_the_attention_of_the_draft_models_steps(decoder, tiny_mode
             text.append(int(token[b]))
 
 
-@pytest.mark.parametrize("scope", ["kv_head", "layer"])
-def test_page_bound_follows_quests_bound_by_the_rounds_queries(s, scope):
-    """Whole pages only; the mean over the rows that count and the group's heads."""
+@pytest.mark.parametrize(
+    ("scope", "bound", "rows"),
+    [("kv_head", "quest", "mean"), ("layer", "quest", "last"), ("kv_head", "specpv", "mean"),
+     ("kv_head", "specpv", "max"), ("layer", "specpv", "last")],
+)  # fmt: skip
+def test_page_bound_follows_its_bound_by_the_rounds_queries(s, scope, bound, rows):
+    """Whole pages only; of the rows that count the mean, largest or last one, and of the group's heads the mean."""
     kv = {"mode": "partial", "full_period": 0, "source": "page_bound", "page": 16, "sink": 1, "recent": 1}
     policy = policy_from_mapping(
         {
             "drafter": {"kind": "lookup"},
             "controller": {"kind": "fixed", "k": 3},
-            "verify_kv": {**kv, "budget": 48, "scope": scope},
+            "verify_kv": {**kv, "budget": 48, "scope": scope, "bound": bound, "rows": rows},
         }
     )
     s.rewind()
@@ -215,15 +219,17 @@ def test_page_bound_follows_quests_bound_by_the_rounds_queries(s, scope):
     for b, length in enumerate(s.cache.host_lengths.tolist()):
         whole = length // 16
         assert selection.tail_start.tolist()[b] == whole * 16
-        scores = np.zeros((c.kv_heads, whole))
-        for head in range(c.heads):
-            own = head // (c.heads // c.kv_heads)
+        scores, counted, group = np.zeros((c.kv_heads, whole)), int(k[b]) + 1, c.heads // c.kv_heads
+        for own in range(c.kv_heads):
             for page in range(whole):
                 keys = s.cache.k[1, b, own, page * 16 : page * 16 + 16]
-                bound = torch.maximum(
-                    q[b, : int(k[b]) + 1, head] * keys.amax(0), q[b, : int(k[b]) + 1, head] * keys.amin(0)
-                )
-                scores[own, page] += float(bound.sum(-1).mean())
+                queries = q[b, :counted, own * group : (own + 1) * group]  # [T, G, D]
+                high, low = queries * keys.amax(0), queries * keys.amin(0)
+                promised = torch.maximum(high, low).sum(-1)
+                if bound == "specpv":
+                    promised = torch.maximum(high.sum(-1), low.sum(-1))
+                by_row = promised.mean(1)  # [T]
+                scores[own, page] = {"mean": by_row.mean(), "max": by_row.max(), "last": by_row[-1]}[rows]
         for head in range(c.kv_heads):
             own = scores[head] if scope == "kv_head" else scores.sum(0)
             taken = protected(whole, 1, 1)

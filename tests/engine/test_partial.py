@@ -41,6 +41,9 @@ SOURCES = {
         **MODEL,
     },
     "page_bound": {"verify_kv": {**TINY, "source": "page_bound", "budget": 48, "page": 16}},
+    "specpv": {
+        "verify_kv": {**TINY, "source": "page_bound", "bound": "specpv", "rows": "max", "budget": 48, "page": 16}
+    },
 }
 CONTROLLERS = {"fixed": {"kind": "fixed", "k": 3}, "entropy": {"kind": "entropy", "threshold": 0.1}}
 
@@ -185,6 +188,32 @@ def test_a_full_round_leaves_what_one_full_pass_over_the_committed_tokens_leaves
             bitten = not torch.allclose(s.cache.k[:, 1, :, :length], expected.cache.k[:, 1, :, :length], atol=2e-3)
     assert seen >= period, "there was a full round"
     assert bitten, "partial rounds left other keys"
+
+
+def test_a_full_buffer_is_corrected_before_the_full_period_is_up(models):
+    """And sequences that the budget holds whole are verified in full: their text is plain decoding's."""
+    one = policy("page_bound", full_period=50, buffer=9, budget=96, refresh="full")
+    s = sequences(models, [one], prompts(90, 60), [40, 20])
+    decoding = Decoding(s, one, Sampling(), [0, 1])
+    uncorrected, modes = np.zeros(2, dtype=np.int64), []
+    while not s.done.all():
+        before = s.committed
+        wanted = "partial" if before.max() > 96 and uncorrected.max() + 4 <= 9 else "full"
+        played = decoding.decode_round()
+        assert played.mode == wanted
+        modes.append(wanted)
+        uncorrected = uncorrected + s.committed - before if wanted == "partial" else 0 * uncorrected
+        if modes[-2:] == ["partial", "full"]:
+            expected = one_pass(s)
+            assert_same_cache(s, expected.cache.k, expected.cache.v)
+    first = modes.index("partial")
+    assert first > 2
+    assert modes[first:].count("full") > 2
+    assert modes[first:].count("partial") > 4
+    plain = sequences(models, [PLAIN], prompts(90, 60), [7, 4])
+    decode(plain, PLAIN)
+    assert s.tokens[0][:97] == plain.tokens[0]
+    assert s.tokens[1][:64] == plain.tokens[1]
 
 
 def test_partial_rounds_leave_history_alone(models):

@@ -68,9 +68,9 @@ def make(tiny_model):
     return build
 
 
-def made(name, controller, period):
+def made(name, controller, period, **more):
     whole = {"controller": controller, **SOURCES[name]}
-    return policy_from_mapping({**whole, "verify_kv": {**whole["verify_kv"], "full_period": period}})
+    return policy_from_mapping({**whole, "verify_kv": {**whole["verify_kv"], "full_period": period, **more}})
 
 
 def outcome(s, policy):
@@ -98,11 +98,14 @@ def test_captured_rounds_are_the_plain_calls_rounds(sharing, make, monkeypatch, 
             assert outcome(s, policy) == want
 
 
-@pytest.mark.parametrize("period", [0, 3])
-@pytest.mark.parametrize("name", ["recent", "history", "hybrid", "page_bound"])
-def test_rounds_started_before_the_last_one_is_read(sharing, make, monkeypatch, name, period):
-    """Only rounds that must know what there is to correct wait for it."""
-    policy = made(name, FIXED, period)
+@pytest.mark.parametrize(
+    ("name", "period", "more"),
+    [*((name, period, {}) for name in ("recent", "history", "hybrid", "page_bound") for period in (0, 3)),
+     ("page_bound", 50, {"budget": 112, "buffer": 13})],
+)  # fmt: skip
+def test_rounds_started_before_the_last_one_is_read(sharing, make, monkeypatch, name, period, more):
+    """Only rounds that must know what there is to correct, or whether the buffer is full, wait for it."""
+    policy = made(name, FIXED, period, **more)
     s = make(policy)
     monkeypatch.setattr(KVCache, "width", lambda self, block_tokens: self.capacity_tokens)  # as on a GPU
     want = outcome(s, policy)
@@ -118,4 +121,5 @@ def test_rounds_started_before_the_last_one_is_read(sharing, make, monkeypatch, 
     assert [list(t) for t in s.tokens] == want[0]
     assert [(r.mode, r.k.tolist(), r.accepted.tolist()) for r in rounds] == want[1]
     assert any(ahead)
-    assert period == 0 or not all(ahead[:3])
+    assert period == 0 or not all(ahead[:9])
+    assert not more or {r.mode for r in rounds} == {"full", "partial"}

@@ -29,6 +29,15 @@ def policy(verify_kv, **more):
         ({**PARTIAL, "budget": 19}, {}, "verify_kv.budget is 19, smaller than sink + recent = 20"),
         ({**PARTIAL, "budget": 100, "page": 16}, {}, "verify_kv.budget is 100, not whole pages of 16"),
         ({**PARTIAL, "source": "page_bound"}, {}, "verify_kv.page is 1, source page_bound chooses whole pages"),
+        ({**PARTIAL, "bound": "specpv"}, {}, "verify_kv.bound is 'specpv', which source history does not use"),
+        ({**PARTIAL, "rows": "max"}, {}, "verify_kv.rows is 'max', which source history does not use"),
+        ({"buffer": 64}, {}, "verify_kv.buffer is 64, which mode full does not use"),
+        ({**PARTIAL, "buffer": 64}, {}, "verify_kv.buffer is 64, and full_period 0 never corrects"),
+        (
+            {**PARTIAL, "full_period": 9, "buffer": 4},
+            {},
+            "verify_kv.buffer is 4, a round commits up to 5 tokens; use at least 5, or mode full",
+        ),
         (
             {**PARTIAL, "source": "page_bound", "page": 16, "scope": "model"},
             {},
