@@ -11,7 +11,7 @@ from specdial.engine import job
 from specdial.engine.free_memory import free_bytes, free_host_bytes
 from specdial.engine.history import HistorySpec
 from specdial.engine.loop import Decoding
-from specdial.engine.memory import CUDA_FIXED_BYTES, Demand, Memory, predict, require
+from specdial.engine.memory import CUDA_FIXED_BYTES, Demand, Memory, predict, require, require_host
 from specdial.engine.models import ModelConfig
 from specdial.engine.models.config import RopeConfig
 from specdial.engine.models.shapes import SHAPES
@@ -259,3 +259,87 @@ def test_corrections_summaries_and_lookahead_count(tiny_model):
     assert job.summary_bytes(demand, 2, [whole]) == 0
     assert job.summary_bytes(paged, 2, [pages]) == predict(paged).kv_cache // 16
     assert job.summary_bytes(corrected, 2, [hybrid]) == 4 * 3 * 2 * corrected.capacity_tokens
+
+
+ODD = ModelConfig(
+    name="odd", architecture="llama", layers=2, hidden=48, heads=6, kv_heads=3, head_dim=16, intermediate=80,
+    vocab=100, max_context_tokens=512, norm_eps=1e-5, rope=RopeConfig(theta=1e4),
+)  # fmt: skip
+ODD_WEIGHTS = 2 * (48 * 12 * 16 + 6 * 16 * 48 + 3 * 48 * 80 + 2 * 48) + 2 * 100 * 48 + 48
+ODD_LAYER = 4 * 48 + 3 * 80 + (3 * 6 + 2 * 3) * 16  # values of one token in a layer
+LANES = 2 * 3  # (layer, kv head) pairs of a sequence
+
+
+@pytest.mark.parametrize(
+    ("batch", "longest", "selected", "keys", "chunk"),
+    [(3, 1000, 50, 1024, 1024), (100, 1000, 5000, 1024, 1024), (1, 5000, 50, 5056, 4096)],
+)
+def test_bytes_on_a_gpu_by_hand(batch, longest, selected, keys, chunk):
+    """The second: a block of more rows than a chunk, more chosen than there is. The third: a prompt of two chunks."""
+    memory = predict(
+        Demand(
+            ODD, torch.bfloat16, "triton", batch, longest, 4, HistorySpec(6, 1), selected, float8=True, recomputed=8,
+            gathered=30,
+        )
+    )  # fmt: skip
+    rows = batch * (4 + 1 + 8)
+    token = 2 * ODD_LAYER + 3 * 6 * 16 * 4
+    assert memory.weights == 2 * ODD_WEIGHTS
+    assert memory.float8 == ODD_WEIGHTS
+    assert memory.kv_cache == 2 * LANES * batch * (keys + 30) * 16 * 2
+    assert memory.history == 2 * LANES * batch * (6 + 1) * keys * 4
+    assert memory.logits == rows * 100 * (4 + 2)
+    assert memory.selection == LANES * batch * min(selected, keys) * 4
+    assert memory.activations == max(rows, chunk) * token + keys * 16 * 4
+    assert memory.graphs == memory.statistics + memory.logits + memory.selection + rows * token
+    assert memory.fixed == 512 << 20
+
+
+@pytest.mark.parametrize(
+    ("batch", "longest", "window", "page", "selected", "copied", "keys"),
+    [(3, 1000, 6, 1, 50, 64, 1024), (1, 1000, 41, 64, 70, 128, 1024), (1, 100, 6, 1, 50, 64, 128)],
+)
+def test_bytes_on_a_cpu_by_hand(batch, longest, window, page, selected, copied, keys):
+    given = Demand(
+        ODD, torch.float32, "reference", batch, longest, 4, HistorySpec(window, page), selected, float8=True,
+        recomputed=8, gathered=30,
+    )  # fmt: skip
+    memory = predict(given)
+    rows, tail = batch * 16, {6: 8, 41: 44}[window]  # in fours
+    token, masses = 2 * 4 * ODD_LAYER, keys // page
+    assert memory.float8 == memory.weights == 4 * ODD_WEIGHTS
+    assert memory.kv_cache == 2 * LANES * batch * (keys + 30) * 16 * 4
+    assert memory.history == 2 * LANES * batch * (window + 1) * masses * 4
+    assert memory.statistics == LANES * max(rows, tail) * masses * 4
+    assert memory.logits == rows * 100 * 4
+    assert memory.selection == LANES * batch * (selected * 4 + 2 * copied * 16 * 4)
+    chunk = min(512, keys) * (token + 5 * keys)
+    widest = max(rows, tail) * (token + 3 * 6 * keys * 4)
+    assert memory.activations == max(chunk, widest) + keys * 16 * 4
+    assert (memory.graphs, memory.fixed) == (0, 64 << 20)
+    without = predict(replace(given, history=None, float8=False, dtype=torch.bfloat16))
+    assert (without.float8, without.selection, without.history, without.statistics) == (0, 0, 0, 0)
+    assert without.logits == rows * 100 * (4 + 2)
+    assert predict(Demand(ODD, torch.float32, "reference", 1, 9, 0, None, 0)) == predict(
+        Demand(ODD, torch.float32, "reference", 1, 9, 0, None, 0, float8=False, recomputed=0, gathered=0)
+    )
+
+
+def test_the_error_names_every_part_and_its_units():
+    with pytest.raises(UserError) as caught:
+        require(demand(batch=64), 10**9)
+    message = str(caught.value)
+    parts = re.search(r"\(kv cache (\S+) GB, history .* selection \S+ MB, .*, float8 0 MB, .*fixed 537 MB\)", message)
+    assert float(parts[1]) == round(predict(demand(batch=64)).kv_cache / 1e9, 1)
+    assert ", 1.0 GB are free" in message
+
+
+def test_of_host_memory_a_twentieth_stays_free():
+    given = Demand(ODD, torch.float32, "reference", 2, 1000, 4, None, 0, kv_where="host")
+    taken = 2 * LANES * 2 * 1024 * 16 * 4
+    assert require_host(given, -(-taken * 100 // 95)) == taken
+    with pytest.raises(UserError, match="lower context and new tokens together to"):
+        require_host(given, taken * 100 // 96)
+    with pytest.raises(UserError, match=r"lower the batch, or use kv\.where device"):
+        require_host(given, 1)
+    assert require_host(replace(given, kv_where="device"), 0) == 0
