@@ -46,7 +46,7 @@ def section(inputs: Inputs) -> Section:
         best = max(paying, key=lambda tile: tile.speedup)
         lead += f"; most, {times(best.speedup)} with {escape(best.name)}, at {_where(best)}"
     lead += "." + _verdict(inputs.json("tune") or {})
-    marks = [("cell", "speedup, from 1× up")]
+    marks = [("cell soft", "speedup, from 1× up")]
     if not all(tile.drafts for tile in (*composed, *fixed)):
         marks.append(("hatch", "k = 0: plain decoding is best"))
     if any(tile.guessed for tile in (*composed, *fixed)):
@@ -129,13 +129,13 @@ def _figure(name: str, tiles: Sequence[Tile]) -> Figure:
         "z": [[None if tile is None else tile.speedup for tile in row] for row in grid],
         "zmin": 1.0,
         "zmax": max(max(tile.speedup for tile in tiles), 1.05),
-        "colorscale": [[0, "@cell"], [1, "@accent"]],
+        "colorscale": [[0, "@cell"], [1, "@accent-soft"]],  # words are read on all of it
         "showscale": False,
         "xgap": 3,
         "ygap": 3,
         "text": [[_words(tile) for tile in row] for row in grid],
         "texttemplate": "%{text}",
-        "textfont": {"family": "@font", "size": 13},
+        "textfont": {**INK, "family": "@font"},
         "customdata": [[f"{_where(t)}<br>{t.name}<br>{t.speedup:.3f}×" if t else "" for t in row] for row in grid],
         "hovertemplate": "%{customdata}<extra></extra>",
         "hoverongaps": False,

@@ -159,7 +159,7 @@ def look(browser, path, width, theme):
     }
     png = browser("Page.captureScreenshot", captureBeyondViewport=True, clip=clip)["data"]
     (path.parent / f"{'light' if theme is LIGHT else 'dark'}-{width}.png").write_bytes(base64.b64decode(png))
-    colors = [theme[name] for name in ("paper", "cell", "muted", "accent", "term-verify", "hatch")]
+    colors = [theme[name] for name in ("paper", "cell", "muted", "accent", "accent-soft", "hatch")]
     found = browser.value(f"({SHARES})({json.dumps(png)}, {colors})")
     assert len(found) == 11
     for name, paper, cell, words, *data in found:
