@@ -3,6 +3,7 @@
 import random
 from dataclasses import replace
 
+import pyarrow.compute as pc
 import pytest
 import torch
 
@@ -15,7 +16,8 @@ from specdial.engine.weights import load_model
 from specdial.engine.weights.eagle import load_head, save_head
 from specdial.policies.errors import UserError
 from specdial.policies.schema import policy_from_mapping
-from specdial.simulator.replay import replay_rounds
+from specdial.simulator.costs import CostModel
+from specdial.simulator.replay import replay, replay_rounds
 
 FIXED = {"kind": "fixed", "k": 3}
 
@@ -85,3 +87,23 @@ def test_memory_is_predicted_with_the_heads_keys(tiny, monkeypatch):
     monkeypatch.setattr(job, "free_bytes", lambda device: needed - 1)
     with pytest.raises(UserError, match="are free"):
         job.empty_sequences(target, 200, 2, [policy], heads=heads)
+
+
+def test_trees_are_timed_and_priced(tiny, tmp_path):
+    """Under a label of their own, so that a cost table of chains prices none."""
+    tree = {**tiny["policy"]["drafter"], "tree": {"width": 3, "nodes": 8}}
+    settings = {name: tiny[name] for name in ("model", "workload")}
+    sizes = {"contexts": [128, 256], "batches": [1], "ks": [0, 1, 3], "budgets": [32], "repeats": 3}
+    calibrate.run({**settings, **sizes, "drafters": [tree], "out": str(tmp_path / "costs")})
+    record.run({**tiny, "policy": {**tiny["policy"], "drafter": tree}, "out": str(tmp_path / "t")})
+    trace, policy = read_trace(tmp_path / "t"), policy_from_mapping({**tiny["policy"], "drafter": tree})
+    table = read_costs(tmp_path / "costs")
+    (priced,) = replay(trace, CostModel.from_table(table), [policy], bootstrap=0)
+    assert (priced.level, priced.reason) == ("exact", None)
+    assert priced.speedup > 0
+    place = table.rows.schema.get_field_index("drafter")
+    chains = pc.replace_substring(table.rows["drafter"], "/w3-n8", "")
+    table = replace(table, rows=table.rows.set_column(place, table.rows.schema.field(place), chains))
+    (refused,) = replay(trace, CostModel.from_table(table), [policy], bootstrap=0)
+    assert refused.level == "refused"
+    assert "w3-n8" in refused.reason
