@@ -1,0 +1,200 @@
+"""Predicted against measured speed and fidelity of lossy policies on held-out documents, as prediction.py for lossless.
+
+For every workload and context, with the model loaded once, and for each drafter: `record` leaves drafts (sparse_self:
+of every position; lookup: of every position, from the text; others: of a lossless decoding) and, of some documents,
+probes of partial verification; `calibrate` times both kinds of rounds; replay predicts a grid of policies from the
+train documents; `validate` measures speed, top-1 agreement and KL on the test documents by its own protocol. A record a
+batch holds both predictions: held-out, and in-sample, made from the measured documents' own traces. Probes cannot
+draft by an EAGLE head: what its verifications are worth is taken from probes that draft by lookup.
+Scoring heads are those of --policy, else some heads of the middle layer: any will do to test a prediction, not a
+policy. --small: SmolLM2 on a CPU. --dry: for testing this script, never written.
+
+    python3 benchmarks/prediction_lossy.py --model FILE.gguf --prompts prompts.npz --workloads code --out RESULTS.json
+    python3 benchmarks/prediction_lossy.py --small --out benchmarks/results/prediction.json
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent / "kernels"))
+sys.path.insert(0, str(Path(__file__).resolve().parent / "engine"))
+from _engine_bench import complete, save, script
+from prediction import documents
+from prediction_cell import EXPECTED, Cell, Clock, timed
+from prediction_documents import KINDS, spec_of
+from prediction_lossy_lookup import with_lookup
+from prediction_lossy_policies import DRAFT, Heads, drafter_of, grid, verification
+from prediction_lossy_records import row_of, show
+from prediction_traces import part_of
+
+from specdial.engine.job import Job
+from specdial.engine.trace.reader import read_trace
+from specdial.engine.verbs import calibrate, record, validate
+from specdial.engine.weights import load_model
+from specdial.policies.errors import UserError
+from specdial.policies.fields import to_plain
+from specdial.policies.file import policy_digest
+from specdial.policies.schema import plain_policy
+from specdial.simulator.fidelity import Model
+from specdial.simulator.lanes import read_record
+from specdial.simulator.load import load_costs
+from specdial.simulator.replay import replay
+
+FULL = {"id": "L", "contexts": [8000], "batches": [1, 16], "train": 16, "test": 16, "singles": 4, "new_tokens": 64}
+FULL |= {"budgets": [512, 1024, 2048], "periods": [2, 4, 8, 16, 0], "k": [2, 4, 8], "policies": 24, "repeats": 3}
+FULL |= {"refresh": [8, 32, 96], "calibrations": 4, "probed": 6, "rounds": 6, "drafters": ["sparse_self", "lookup"]}
+SMALL = FULL | {"id": "L-small", "contexts": [512], "batches": [1], "train": 6, "test": 3, "singles": 3}
+SMALL |= {"new_tokens": 32, "budgets": [64, 128, 256], "policies": 12, "probed": 4, "rounds": 4, "refresh": [8, 32]}
+DRY = SMALL | {"id": "dry", "contexts": [300], "train": 2, "test": 2, "singles": 2, "new_tokens": 12, "policies": 3}
+DRY |= {"repeats": 1, "calibrations": 3, "budgets": [192], "k": [2], "probed": 2, "rounds": 2, "refresh": [3, 9]}
+
+
+def arguments(argv):
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--model", default="smollm2-135m", help="what model.source takes; default smollm2-135m")
+    p.add_argument("--draft", help="a draft model: drafts verified by history, lookahead and hybrid, as in Dustin")
+    p.add_argument("--head", help="an EAGLE-3 head: drafts verified over kept pages, as in SpecPV")
+    p.add_argument("--policy", type=Path, help="a policy file whose scoring heads and lookahead_tokens are used")
+    p.add_argument("--prompts", type=Path, help="what engine/prompts.py wrote; default: texts that are here")
+    p.add_argument("--out", type=Path)
+    p.add_argument("--workloads", nargs="+", choices=sorted(KINDS), default=["code"])
+    p.add_argument("--drafters", nargs="*", choices=["sparse_self", "lookup"], help="beside --draft and --head")
+    for name in ("contexts", "batches", "budgets", "periods", "k", "refresh"):
+        p.add_argument(f"--{name}", nargs="+", type=int, help=f"default {FULL[name]}, --small {SMALL[name]}")
+    for name in ("train", "test", "singles", "new-tokens", "policies", "repeats", "calibrations", "probed", "rounds"):
+        key = name.replace("-", "_")
+        p.add_argument(f"--{name}", type=int, help=f"default {FULL[key]}, --small {SMALL[key]}")
+    size = p.add_mutually_exclusive_group()
+    size.add_argument("--small", action="store_true", help="short contexts, on the CPU")
+    size.add_argument("--dry", action="store_true", help="tiny, on the CPU, unrecorded")
+    a = p.parse_args(argv)
+    complete(p, a, DRY if a.dry else SMALL if a.small else FULL, toy="dry" if a.dry else None)
+    a.drafters = [*a.drafters, *(["model"] if a.draft else []), *(["eagle"] if a.head else [])]
+    return a
+
+
+def measure(cell, heads, clock):
+    """One record a batch of a cell: every drafter is recorded, timed, predicted and measured on its own."""
+    found = {batch: [] for batch in cell.a.batches}
+    for batch in cell.a.batches:
+        cell.measured(batch)
+    share = grid(cell.a, heads)
+    for kind, policies in share.items():
+        own = replace(cell, name=f"{cell.name} {kind}", folder=cell.folder / kind)
+        with clock.stage(f"{own.name} record"):
+            leave_traces(own, kind, heads)
+        with clock.stage(f"{own.name} calibrate"):
+            calibrate.run({**own.settings, **calibration(own, kind, heads)}, timed(own))
+        for batch in cell.a.batches:
+            with clock.stage(f"{own.name} B{batch}"):
+                found[batch].append(compared(own, policies, batch))
+    return [row_of(cell, batch, parts) for batch, parts in found.items()]
+
+
+def leave_traces(cell, kind, heads):
+    """The traces `trace` of drafts, of all documents, and `probes`, of the first train and test documents."""
+    a = cell.a
+    common = {**cell.settings, "split": "train+test"}
+    drafting = {
+        "drafter": to_plain(drafter_of(kind, a)),
+        "controller": {"kind": "fixed", "k": max(a.k)},
+        **DRAFT.get(kind, {}),
+    }
+    out = cell.folder / ("rounds" if kind == "lookup" else "trace")
+    dense = {"dense": True, "k_max": max(a.k), "budgets": []} if kind == "sparse_self" else {"batch": max(a.batches)}
+    record.run({**common, "policy": drafting, "out": str(out), **dense}, cell.job)
+    if kind == "lookup":
+        with_lookup(out, cell.trace, cell.job.documents, ngram=drafter_of(kind, a).ngram, k_max=max(a.k))
+    probing = {"drafter": to_plain(drafter_of("lookup", a))} if kind == "eagle" else {}
+    kv, named = verification(kind, heads)
+    policy = {**drafting, **probing, "verify_kv": kv, "scoring_heads": named}
+    ends = sorted({min(a.budgets), max(a.budgets)})  # between them fidelity is interpolated
+    probe = {"sources": heads.sources(kind), "budgets": ends, "rounds": a.rounds, "places": 1, "k": 4}
+    while a.rounds * (probe["k"] + 1) > a.new_tokens:
+        probe["k"] -= 1
+    some = [d for split in ("train", "test") for d in cell.of(split)[: a.probed]]
+    settings = {**common, "policy": policy, "probes": True, "probe": probe, "out": str(cell.folder / "probes")}
+    record.run(settings, replace(cell.job, documents=some))
+
+
+def calibration(cell, kind, heads):
+    """What to time: from the first round's context to the last one's, full and partial rounds of the grid."""
+    a, context = cell.a, len(cell.job.documents[0].prompt_ids)
+    kv, named = verification(kind, heads)
+    least = 1 if "lookahead" in heads.sources(kind) else 0  # rounds without drafts have no lookahead to choose by
+    return {
+        "contexts": [context, context + a.new_tokens],
+        "batches": a.batches,
+        "ks": [least, *a.k],
+        "drafters": [to_plain(drafter_of(kind, a))],
+        "repeats": a.calibrations,
+        "verify_kv": kv,
+        "sources": heads.sources(kind),
+        "verify_budgets": a.budgets,
+        "refresh_rows": a.refresh,
+        "scoring_heads": named,
+        "out": str(cell.folder / "costs"),
+        **({"budgets": [DRAFT[kind]["draft_kv"]["budget"]], **DRAFT[kind]} if kind in DRAFT else {}),
+    }
+
+
+def compared(cell, policies, batch):
+    """(validation.json, held-out and in-sample predictions by digest) of a drafter's policies, plain among them."""
+    measured = cell.measured(batch)
+    policies, own = [plain_policy(), *policies], cell.folder / f"measured-B{batch}"
+    for name in ("trace", "probes"):
+        held = {d["doc"] for d in read_trace(cell.folder / name).meta["documents"]}
+        part_of(cell.folder / name, own / name, [d.index for d in measured if d.index in held])
+    held_out = predicted(cell, cell.folder, policies, batch, "train")
+    in_sample = predicted(cell, own, policies, batch, "test")
+    expected = [{name: held_out[policy_digest(p)][name] for name in (*EXPECTED, "fidelity")} for p in policies]
+    settings = {"split": "test", "batch": batch, "repeats": cell.a.repeats, "out": str(own / "validation")}
+    settings |= {"policies": [to_plain(replace(p, expected=e)) for p, e in zip(policies, expected)]}
+    validate.run({**cell.settings, **settings}, replace(cell.job, documents=measured))
+    content = json.loads((own / "validation" / "validation.json").read_text(encoding="utf-8"))
+    return content, held_out, in_sample
+
+
+def predicted(cell, folder, policies, batch, split):
+    """Replay's outcomes by policy digest, plain data. Raises UserError for a policy that it refuses."""
+    drafts = read_record(read_trace(folder / "trace"))
+    known = replace(drafts, fidelity=Model.of(read_trace(folder / "probes")))
+    found = {}
+    for outcome in replay(known, load_costs(str(cell.folder / "costs"), drafts.trace), policies, split, batch):
+        if outcome.speedup is None or (not outcome.lossless and outcome.fidelity is None):
+            raise UserError(f"{outcome.policy.name} cannot be predicted: {outcome.reason}", "change the grid")
+        found[policy_digest(outcome.policy)] = outcome.plain()
+    return found
+
+
+def main(argv=None):
+    a = arguments(argv)
+    device = "cpu" if a.small or a.dry else "cuda"
+    clock, rows = Clock(), []
+    with clock.stage("load"):
+        model = load_model(a.model, device=device)
+    name = Path(a.model).stem
+    heads = Heads.of(a, model.config)
+    for workload in a.workloads:
+        for context in a.contexts:
+            spec = spec_of(workload, context, a.train, a.test, a.new_tokens)
+            model.config.check_context(context + a.new_tokens)
+            found, about = documents(a, model, workload, context, spec)
+            settings = {"model": {"source": a.model, "name": name, "device": device}, "workload": to_plain(spec)}
+            with tempfile.TemporaryDirectory() as folder:
+                cell = Cell(f"{workload}-{context}", Job(model, name, spec, found), Path(folder), settings, a, about)
+                rows += (fresh := measure(cell, heads, clock))
+            for row in fresh:
+                show(row)
+            if a.out:
+                save(rows, a.out)
+    print(json.dumps({row["id"]: [row["median_pct"], row["worst_pct"]] for row in rows}))
+    return rows
+
+
+if __name__ == "__main__":
+    script(main)
