@@ -10,8 +10,20 @@ recording cannot draft so. --small: SmolLM2 on a CPU. --traces: leaves small tra
 this script, never written. --work: keeps every cell's files, and goes on with what is there; --until record stops after
 the records, which time nothing that a prediction uses, so that other work may run beside them.
 
+What separates held-out from in-sample errors is chance: a fixed k of 8 emits 6 tokens a round give or take 3, and its
+mean differs between documents by a fifth (docs/method.md). So --small measures many short documents once rather than
+few of them often, one validation a document (--part), the policies' order moving on from one to the next. --out holds
+what is known after each; after --minutes none is begun, so when to stop is the clock's choice alone.
+
     python3 benchmarks/prediction.py --model FILE.gguf --prompts prompts.npz --workloads code --out RESULTS.json
     python3 benchmarks/prediction.py --small --out benchmarks/results/prediction.json
+
+Where texts must be carried, workloads side by side on cores of their own, each with an --out of its own:
+
+    python3 benchmarks/engine/prompts.py --model smollm2-135m.gguf --contexts 512 --count 80 --new-tokens 24 \
+        --out small.npz
+    OMP_NUM_THREADS=2 taskset -c 0,1 python3 benchmarks/prediction.py --small --workloads novel --minutes 11 \
+        --model smollm2-135m.gguf --prompts small.npz --out novel.json
 """
 
 import argparse
@@ -35,11 +47,11 @@ from specdial.policies.errors import UserError
 from specdial.policies.fields import to_plain
 
 FULL = {"id": "S3", "contexts": [8000], "batches": [1, 16], "train": 16, "test": 16, "singles": 2, "new_tokens": 64}
-FULL |= {"budgets": [256, 512], "page": 16, "repeats": 3, "calibrations": 5}
-SMALL = FULL | {"id": "S2", "contexts": [512], "batches": [1], "train": 8, "test": 2, "new_tokens": 16}
-SMALL |= {"budgets": [128, 256], "page": 1, "calibrations": 6}
-DRY = SMALL | {"id": "dry", "contexts": [300], "batches": [1, 2], "train": 2, "new_tokens": 12}
-DRY |= {"repeats": 1, "calibrations": 3}
+FULL |= {"budgets": [256, 512], "page": 16, "repeats": 3, "calibrations": 5, "part": 0, "own": 0, "minutes": 0.0}
+SMALL = FULL | {"id": "S2", "contexts": [512], "batches": [1], "train": 44, "test": 36, "singles": 36, "new_tokens": 24}
+SMALL |= {"budgets": [128, 256], "page": 1, "repeats": 1, "calibrations": 6, "part": 1, "own": 4}
+DRY = SMALL | {"id": "dry", "contexts": [300], "batches": [1, 2], "train": 2, "test": 2, "new_tokens": 12}
+DRY |= {"calibrations": 3, "own": 0}
 LEFT_DOCUMENTS, LEFT_BYTES = 3, 140_000  # of a trace left for the tests, meta.json not counted
 
 
@@ -52,9 +64,21 @@ def arguments(argv):
     p.add_argument("--workloads", nargs="+", choices=sorted(KINDS), default=sorted(KINDS))
     for name in ("contexts", "batches", "budgets"):
         p.add_argument(f"--{name}", nargs="+", type=int, help=f"default {FULL[name]}, --small {SMALL[name]}")
-    for name in ("train", "test", "singles", "new-tokens", "page", "repeats", "calibrations"):
+    meant = {
+        "train": "documents to predict from",
+        "test": "documents to measure",
+        "singles": "of them at batch 1",
+        "new-tokens": "of a document",
+        "page": "keys that are chosen together",
+        "repeats": "of every measurement",
+        "calibrations": "repeats of every cost",
+        "part": "test documents a validation, 0 for all",
+        "own": "test documents of the in-sample record, 0 for all",
+    }
+    for name, what in meant.items():
         key = name.replace("-", "_")
-        p.add_argument(f"--{name}", type=int, help=f"default {FULL[key]}, --small {SMALL[key]}")
+        p.add_argument(f"--{name}", type=int, help=f"{what}; default {FULL[key]}, --small {SMALL[key]}")
+    p.add_argument("--minutes", type=float, help="begin no part of a batch's documents so long after the start")
     p.add_argument("--work", type=Path, help="keep every cell's files under this folder; default: a temporary one")
     p.add_argument("--until", choices=["record"], help="record only, for a later run with the same --work")
     p.add_argument("--fp8", action="store_true", help="float8 drafts too")
@@ -96,7 +120,7 @@ def main(argv=None):
 def measured(a, work):
     """Every record, printed and saved as it comes. work: where the files of every cell lie."""
     device = "cpu" if a.small or a.dry else "cuda"
-    clock, rows = Clock(), []
+    clock, rows = Clock(), {}
     with clock.stage("load"):
         model = load_model(a.model, device=device)
     name = Path(a.model).stem
@@ -111,16 +135,16 @@ def measured(a, work):
             settings = {"model": {"source": a.model, "name": name, "device": device}, "workload": to_plain(spec)}
             folder = work / f"{workload}-{context}"
             cell = Cell(folder.name, Job(model, name, spec, found), folder, settings, a, about)
-            fresh = measure(cell, clock)
-            rows += fresh
-            for row in fresh:
+            for row in measure(cell, clock):
+                rows[row["id"]] = row
                 show(row)
-            if a.out:
-                save(rows, a.out)
+                if a.out:
+                    save([*rows.values()], a.out)
             if left:
                 leave_trace(cell, left)
-    print(json.dumps({row["id"]: [row[key] for key in ("median_pct", "worst_pct", "regret_pct")] for row in rows}))
-    return rows
+    shown = ("median_pct", "worst_pct", "regret_pct")
+    print(json.dumps({id: [row[key] for key in shown] for id, row in rows.items()}))
+    return [*rows.values()]
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import contextlib
 import gc
 import io
 import json
+import shutil
 import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -14,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from prediction_policies import K_MAX, KS, adaptive, fixed, fp8
-from prediction_records import compared, policy_rows, row_of
+from prediction_records import compared, merged, policy_rows, row_of
 from prediction_traces import part_of
 
 from specdial.engine.job import Job
@@ -36,6 +37,11 @@ class Clock:
     """Says what is going on and how long each stage took."""
 
     started_s: float = field(default_factory=time.monotonic)
+
+    @property
+    def minutes(self):
+        """Since the start."""
+        return (time.monotonic() - self.started_s) / 60.0
 
     @contextlib.contextmanager
     def stage(self, name):
@@ -86,25 +92,30 @@ class Cell:
 
 
 def measure(cell, clock):
-    """Every record of one cell; none with `--until record`."""
+    """Yields the records of one cell: a batch's held-out one again after every part of its documents, growing.
+
+    With `--until record`, none.
+    """
     a, kv = cell.a, to_plain(DraftKV(budget=cell.a.budgets[0], page=cell.a.page))
     for batch in a.batches:
         cell.measured(batch)
+    recorded = replace(cell.job, documents=[*cell.of("train"), *cell.of("test")[: a.own or a.test]])
     with clock.stage(f"{cell.name} record"):
         dense = {"split": "train+test", "dense": True, "budgets": a.budgets, "k_max": K_MAX, "out": str(cell.trace)}
         plain = {**to_plain(plain_policy()), "draft_kv": kv}
-        record.run({**cell.settings, "policy": plain, **dense}, cell.job)
+        record.run({**cell.settings, "policy": plain, **dense}, recorded)
     float8 = [fp8({**kv, "budget": budget}) for budget in a.budgets] if a.fp8 else []
     for i, policies in enumerate(float8):
         with clock.stage(f"{cell.name} record fp8"):
             sparse = {"policy": to_plain(policies[-1]), "split": "train+test", "out": str(cell.folder / f"fp8-{i}")}
-            record.run({**cell.settings, **sparse}, cell.job)
+            record.run({**cell.settings, **sparse}, recorded)
     if a.until == "record":
-        return []
+        return
     if not (cell.costs / "meta.json").exists():
         with clock.stage(f"{cell.name} calibrate"):
             calibrate.run({**cell.settings, **calibration(cell), "draft_kv": kv}, timed(cell))
-    return [row for batch in a.batches for row in measure_batch(cell, batch, float8, clock)]
+    for batch in a.batches:
+        yield from measure_batch(cell, batch, float8, clock)
 
 
 def calibration(cell):
@@ -132,29 +143,55 @@ def timed(cell):
 
 
 def measure_batch(cell, batch, float8, clock):
-    """The held-out and the in-sample record of one batch. float8: policies by budget, each recorded on its own."""
-    measured, own = cell.measured(batch), cell.folder / f"measured-B{batch}"
+    """Yields the held-out record of one batch after every part, then the in-sample one.
+
+    float8: policies by budget, each recorded on its own. Parts are of a.part documents, a batch at the least, and the
+    policies' order moves on from part to part; after a.minutes no further part is begun.
+    """
+    a, measured = cell.a, cell.measured(batch)
+    size = -(-(a.part or len(measured)) // batch) * batch
     names = ["trace", *(f"fp8-{i}" for i in range(len(float8)))]
     with clock.stage(f"{cell.name} predict B{batch}"):
-        dense = grid(cell, batch)
-        held_out, in_sample = {}, {}
-        for name, policies in zip(names, [dense, *float8]):
-            part_of(cell.folder / name, own / name, [d.index for d in measured])
+        by_trace = [grid(cell, batch), *float8]
+        held_out = {}
+        for name, policies in zip(names, by_trace):
             held_out |= predicted(cell, cell.folder / name, policies, batch, "train")
-            in_sample |= predicted(cell, own / name, policies, batch, "test")
-    policies = [*dense, *(p for same in float8 for p in same)]
-    with clock.stage(f"{cell.name} validate B{batch}"):
-        expected = [{name: held_out[policy_digest(p)][name] for name in EXPECTED} for p in policies]
-        settings = {
-            "policies": [to_plain(replace(p, expected=e)) for p, e in zip(policies, expected)],
-            "split": "test",
-            "batch": batch,
-            "repeats": cell.a.repeats,
-            "out": str(own / "validation"),
-        }
-        validate.run({**cell.settings, **settings}, replace(cell.job, documents=measured))
-    content = json.loads((own / "validation" / "validation.json").read_text(encoding="utf-8"))
-    return records(cell, batch, content, held_out, in_sample)
+    policies = [policy for same in by_trace for policy in same]
+    parts = []
+    for first in range(0, len(measured), size):
+        if parts and a.minutes and clock.minutes > a.minutes:
+            break
+        turn = len(parts) % len(policies)
+        with clock.stage(f"{cell.name} validate B{batch} from document {first}"):
+            out = cell.folder / f"measured-B{batch}" / f"validation-{first}"
+            chosen = [*policies[turn:], *policies[:turn]]
+            parts.append(validated(cell, batch, chosen, held_out, measured[first : first + size], out))
+        yield row(cell, batch, "held-out", parts, held_out, min(first + size, len(measured)))
+    own = measured[: min(len(parts) * size, a.own or len(measured))]
+    with clock.stage(f"{cell.name} predict B{batch} in sample"):
+        in_sample = {}
+        for name, same in zip(names, by_trace):
+            trace = cell.folder / f"measured-B{batch}" / name
+            shutil.rmtree(trace, ignore_errors=True)
+            part_of(cell.folder / name, trace, [d.index for d in own])
+            in_sample |= predicted(cell, trace, same, batch, "test")
+    yield row(cell, batch, "in-sample", parts[: -(-len(own) // size)], in_sample, len(own))
+
+
+def validated(cell, batch, policies, held_out, documents, out):
+    """validation.json of these documents, measured unless `out` holds it."""
+    if (out / "validation.json").exists():
+        return json.loads((out / "validation.json").read_text(encoding="utf-8"))
+    expected = [{name: held_out[policy_digest(p)][name] for name in EXPECTED} for p in policies]
+    settings = {
+        "policies": [to_plain(replace(p, expected=e)) for p, e in zip(policies, expected)],
+        "split": "test",
+        "batch": batch,
+        "repeats": cell.a.repeats,
+        "out": str(out),
+    }
+    validate.run({**cell.settings, **settings}, replace(cell.job, documents=documents))
+    return json.loads((out / "validation.json").read_text(encoding="utf-8"))
 
 
 def grid(cell, batch):
@@ -176,30 +213,28 @@ def predicted(cell, trace, policies, batch, split):
     return {outcome["policy_digest"]: outcome for outcome in outcomes}
 
 
-def records(cell, batch, content, held_out, in_sample):
-    """Two records from validation.json and the predictions."""
-    rows, measured = content["policies"], cell.measured(batch)
-    base = held_out[rows[0]["policy_digest"]]["baseline_us_per_token"]
+def row(cell, batch, state, parts, predictions, documents):
+    """A record. predictions: by policy digest; documents: how many the parts measured."""
+    rows = merged(parts)
+    base = next(p for name, p in predictions.items() if p["k"] == 0.0)["baseline_us_per_token"]
     spread = [100 * r["measured"]["repeat_spread_frac"] for r in rows]  # of each policy's worst document
+    plain = next(r for r in rows if r["k_max"] == 0)["measured"]
     about = {
         "cell": f"{cell.name}, batch {batch}, {len(rows)} policies",
         "model": cell.job.name,
-        "hardware": _hardware(content["hardware"]),
-        "documents": {"train": len(cell.of("train")), "test": len(measured)},
-        "tokens": {"train": len(cell.of("train")) * cell.a.new_tokens, "test": rows[0]["measured"]["tokens"]},
-        "repeats": content["repeats"],
-        "plain_us_per_token": {"predicted": round(base, 2), "measured": round(content["plain_us_per_token"], 2)},
+        "hardware": _hardware(parts[0]["hardware"]),
+        "documents": {"train": len(cell.of("train")), "test": documents},
+        "tokens": {"train": len(cell.of("train")) * cell.a.new_tokens, "test": plain["tokens"]},
+        "repeats": parts[0]["repeats"],
+        "plain_us_per_token": {"predicted": round(base, 2), "measured": round(plain["us_per_token"], 2)},
         "repeat_spread_pct": round(max(spread), 2),
         "median_repeat_spread_pct": round(float(np.median(spread)), 2),
         "outputs_differing_from_plain": max(r["measured"]["documents_differing_from_plain"] for r in rows),
         "texts": cell.about,
+        "policies": policy_rows(rows, predictions),
     }
-    id = f"{cell.a.id}-{cell.name}-B{batch}"
-    detail = {**about, "policies": policy_rows(rows, held_out, in_sample)}
-    return [
-        row_of(id, "held-out", compared(rows, held_out), detail),
-        row_of(f"{id}-in-sample", "in-sample", compared(rows, in_sample), about),
-    ]
+    id = f"{cell.a.id}-{cell.name}-B{batch}" + ("" if state == "held-out" else f"-{state}")
+    return row_of(id, state, compared(rows, predictions), about)
 
 
 def _hardware(found):

@@ -1,7 +1,8 @@
 """Train and test documents of the prediction benchmark, with no text in common.
 
 They come from a workload that this machine can build, or from a file of prompts (engine/prompts.py) where it has no
-texts. Leaves out the texts themselves.
+texts. Both splits come from all parts of a book and from all files of a library, taking turns, so that what sets them
+apart is chance and not a chapter. Leaves out the texts themselves.
 """
 
 from dataclasses import replace
@@ -22,23 +23,35 @@ def spec_of(workload, context, train, test, new_tokens):
 
 def built(spec, tokenizer):
     """Documents of a workload, train first. Raises UserError where the text is too short."""
-    documents = build(spec, tokenizer)
-    return _numbered([d for split in ("train", "test") for d in documents if d.split == split])
+    documents = sorted(build(spec, tokenizer), key=lambda d: d.meta["source"][0])
+    return _split(documents, round(spec.test_frac * spec.documents))
 
 
 def from_prompts(ids, train, test, new_tokens):
-    """The first prompts of a file to train on, and the last ones that share no run of SHARED_RUN tokens with them.
+    """Train and test documents of a file of prompts, train first.
 
-    ids: [prompts, context]. Prompts of running text overlap their neighbours, hence the distance. Raises UserError
-    where too few are left.
+    ids: [prompts, context]. Where no two share a run of SHARED_RUN tokens, the first train + test of them, both splits
+    from all over. Prompts of running text that overlap their neighbours cannot alternate: the first ones train, and the
+    last that share no run with those test. Raises UserError where too few are left.
     """
-    known = {run for prompt in ids[:train] for run in _runs(prompt)}
-    apart = [i for i in range(train, len(ids)) if known.isdisjoint(_runs(ids[i]))]
+    made = [Document(i, f"prompt-{i:03d}", "train", prompt.tolist(), new_tokens) for i, prompt in enumerate(ids)]
+    runs = [_runs(prompt) for prompt in ids]
+    if len(ids) >= train + test and sum(map(len, runs)) == len(set().union(*runs)):
+        return _split(made[: train + test], test)
+    known = set().union(*runs[:train])
+    apart = [i for i in range(train, len(ids)) if known.isdisjoint(runs[i])]
     if len(ids) < train or len(apart) < test:
         cause = f"of {len(ids)} prompts, {len(apart)} share no text with the first {train}; {test} are needed"
         raise UserError(cause, "ask for fewer documents, or write a file of more prompts")
-    chosen = [(i, "train") for i in range(train)] + [(i, "test") for i in apart[-test:]]
-    return _numbered([Document(i, f"prompt-{i:03d}", split, ids[i].tolist(), new_tokens) for i, split in chosen])
+    return _numbered([*made[:train], *(replace(made[i], split="test") for i in apart[-test:])])
+
+
+def _split(documents, test):
+    """So many of the documents to test on, evenly among them, the others to train on; train first."""
+    total = len(documents)
+    tested = [(i + 1) * test // total > i * test // total for i in range(total)]
+    train = [replace(d, split="train") for d, late in zip(documents, tested) if not late]
+    return _numbered([*train, *(replace(d, split="test") for d, late in zip(documents, tested) if late)])
 
 
 def _runs(prompt):

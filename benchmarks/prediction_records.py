@@ -44,6 +44,38 @@ def compared(rows, predicted):
     }
 
 
+def merged(parts):
+    """validate's rows of several validations of other documents, as if they had been one.
+
+    Speedups stay ratios of sums. Their intervals resample the parts; of a single part they are validate's own.
+    """
+    if len(parts) == 1:
+        return parts[0]["policies"]
+    by_part = [{r["policy_digest"]: r for r in part["policies"]} for part in parts]
+    plain = [next(r for r in part["policies"] if r["k_max"] == 0)["measured"] for part in parts]
+    base_us = np.array([m["us_per_token"] * m["tokens"] for m in plain])  # [parts]
+    draws = np.random.default_rng(0).integers(0, len(parts), (1000, len(parts)))
+    rows = []
+    for digest, row in by_part[0].items():
+        found = [part[digest]["measured"] for part in by_part]
+        tokens = np.array([m["tokens"] for m in found])
+        time_us = np.array([m["us_per_token"] for m in found]) * tokens
+        low, high = np.percentile(base_us[draws].sum(axis=1) / time_us[draws].sum(axis=1), [2.5, 97.5])
+        rounds = tokens / np.array([m["tokens_per_round"] for m in found])
+        differing = sum(m["documents_differing_from_plain"] for m in found)
+        total = {
+            "speedup": base_us.sum() / time_us.sum(),
+            "low": low,
+            "high": high,
+            "us_per_token": time_us.sum() / tokens.sum(),
+            "tokens_per_round": tokens.sum() / rounds.sum(),
+            "repeat_spread_frac": max(m["repeat_spread_frac"] for m in found),
+        }
+        whole = {"tokens": int(tokens.sum()), "documents_differing_from_plain": differing}
+        rows.append({**row, "measured": {**{name: float(v) for name, v in total.items()}, **whole}})
+    return rows
+
+
 def row_of(id, state, found, about):
     """One record of a cell. found: of `compared`; about: what it was measured on."""
     bars = {name: {"at_most": bar, "met": found[name] <= bar} for name, bar in BARS.items()}
@@ -52,13 +84,13 @@ def row_of(id, state, found, about):
     return {**row, "hardware": about["hardware"], "command": " ".join(["python3 benchmarks/prediction.py", *shown])}
 
 
-def policy_rows(rows, held_out, in_sample):
-    """Each policy in a line: [name, level, speedup predicted, in sample, measured, low, high, and tokens per round]."""
+def policy_rows(rows, predicted):
+    """A line a policy: [name, level, speedup predicted, measured, low, high, tokens a round predicted, measured]."""
     table = []
     for r in rows:
-        guess, own, m = held_out[r["policy_digest"]], in_sample[r["policy_digest"]], r["measured"]
-        speedups = [guess["speedup"], own["speedup"], m["speedup"], m["low"], m["high"]]
-        tokens = [guess["tokens_per_round"], own["tokens_per_round"], m["tokens_per_round"]]
+        guess, m = predicted[r["policy_digest"]], r["measured"]
+        speedups = [guess["speedup"], m["speedup"], m["low"], m["high"]]
+        tokens = [guess["tokens_per_round"], m["tokens_per_round"]]
         table.append([r["name"], guess["level"], *(round(v, 4) for v in speedups + tokens)])
     return table
 

@@ -45,7 +45,7 @@ def test_dry_run_over_every_batch_with_float8_and_traces(script, tiny_checkpoint
             assert bar["met"] == (row[name] <= bar["at_most"])
         assert "/" not in row["command"].removeprefix("python3 benchmarks/prediction.py")
     for batch in (1, 2):
-        table = rows[f"dry-novel-300-B{batch}"]["policies"]
+        table = rows[f"dry-novel-300-B{batch}-in-sample"]["policies"]
         dense = [line for line in table if not line[0].startswith("fp8")]
         assert len(dense) == 25
         assert len(table) == 31
@@ -91,17 +91,21 @@ def test_verbs_take_the_documents_of_a_ready_job(script, tiny_model, tmp_path):
 
 def test_prompts_that_share_text_with_train_documents_are_not_tested_on(script):
     text = np.random.default_rng(0).integers(0, 1000, 6000)
-    ids = np.stack([text[i * 400 : i * 400 + 600] for i in range(12)])  # neighbours share 200 tokens
     module = script("prediction_documents")
-    far = module.from_prompts(ids, 4, 3, 8)
-    assert [d.name for d in far] == [f"prompt-{i:03d}" for i in (0, 1, 2, 3, 9, 10, 11)]
-    assert [d.split for d in far] == ["train"] * 4 + ["test"] * 3
-    assert [d.index for d in far] == list(range(7))
     near = np.stack([text[i * 200 : i * 200 + 600] for i in range(12)])  # and these 400, more than a run
     found = module.from_prompts(near, 4, 7, 8)
     assert [d.name for d in found if d.split == "test"] == [f"prompt-{i:03d}" for i in range(5, 12)]
     with pytest.raises(UserError, match="7 share no text with the first 4; 8 are needed"):
         module.from_prompts(near, 4, 8, 8)
+
+
+def test_prompts_that_share_no_text_take_turns(script):
+    text = np.random.default_rng(0).integers(0, 1000, 6000)
+    ids = np.stack([text[i * 400 : i * 400 + 600] for i in range(12)])  # neighbours share 200 tokens, less than a run
+    documents = script("prediction_documents").from_prompts(ids, 6, 3, 8)
+    assert [d.name for d in documents] == [f"prompt-{i:03d}" for i in (0, 1, 3, 4, 6, 7, 2, 5, 8)]
+    assert [d.split for d in documents] == ["train"] * 6 + ["test"] * 3
+    assert [d.index for d in documents] == list(range(9))
 
 
 def test_built_documents_share_no_text(script, tiny_model):
@@ -149,6 +153,31 @@ def test_errors_split_into_tokens_and_cost(script):
     assert (found["chosen"], found["fastest"]) == ("b", "a")
     assert found["rank_correlation"] == 0.5
     assert found["intervals_overlap_frac"] == 0.0
+
+
+def part(tokens, plain_us, us, rounds):
+    """validate's rows of plain decoding and one policy, on one document."""
+    rows = []
+    for name, k_max, time_us, n in (("plain", 0, plain_us, tokens), ("a", 4, us, rounds)):
+        row = made_up(name, k_max, plain_us / time_us, tokens / n)
+        row["measured"] |= {"us_per_token": time_us / tokens, "tokens": tokens, "repeat_spread_frac": 0.0}
+        row["measured"] |= {"documents_differing_from_plain": 0}
+        rows.append(row)
+    return {"policies": rows}
+
+
+def test_parts_add_up_to_one_validation(script):
+    """Ratios of sums, whatever order the parts' policies came in."""
+    parts = [part(24, 240.0, 120.0, 6), part(24, 260.0, 330.0, 12)]
+    parts[1]["policies"].reverse()
+    plain, row = script("prediction_records").merged(parts)
+    assert plain["measured"]["speedup"] == plain["measured"]["tokens_per_round"] == 1.0
+    m = row["measured"]
+    assert m["speedup"] == pytest.approx(500 / 450)
+    assert (m["low"], m["high"]) == (pytest.approx(260 / 330), pytest.approx(2.0))
+    assert (m["tokens"], m["tokens_per_round"]) == (48, pytest.approx(48 / 18))
+    assert m["us_per_token"] == pytest.approx(450 / 48)
+    assert script("prediction_records").merged(parts[:1]) == parts[0]["policies"]
 
 
 def test_a_perfect_prediction_has_no_error(script):
