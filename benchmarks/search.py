@@ -89,7 +89,7 @@ def survive(trace: Path, costs: Path, where: str, kills: int) -> dict[str, objec
     plan = Plan("nsga2", TRIALS, 0, goal, tuple(space.suggestions()))
 
     def work() -> Shared:
-        shared = Shared(open_storage(where), goal.directions, {"seed": 0})
+        shared = Shared(open_storage(where), goal, {"seed": 0})
         search(shared, space, lambda p, batch: replay(record, model, p, "train", batch, bootstrap=0), plan)
         return shared
 

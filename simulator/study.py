@@ -1,16 +1,18 @@
 """One Optuna study shared by many workers, any of which may be killed at any time.
 
-A journal file serves the workers of one machine, a database those of many. A trial is made in one write, with its
-parameters and its worker's name, and belongs to a root: itself, or the point or lost trial it is another attempt at. A
-root counts once, however often it had to be run. A trial is stale when its worker is gone: in a journal when the
-process no longer exists, in a database when the worker's pulse has stood still for `GRACE_S`, by the watch of whoever
-looks. Stale trials are failed, and their points are run again. Leaves out what a trial is (simulator.search).
+A journal file serves the workers of one machine, a database, or Optuna's gRPC proxy in front of one, those of many. A
+trial is made in one write, with its parameters and its worker's name, and belongs to a root: itself, or the point or
+lost trial it is another attempt at. A root counts once, however often it had to be run. A trial is stale when its
+worker is gone: in a journal when the process no longer exists, in a database when the worker's pulse has stood still
+for `GRACE_S`, by the watch of whoever looks. Stale trials are failed, and their points are run again. Leaves out what a
+trial is (simulator.search).
 """
 
 import fcntl
 import json
 import os
 import secrets
+import sys
 import threading
 import time
 import warnings
@@ -18,19 +20,21 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import optuna
 from optuna.exceptions import StorageInternalError, UpdateFinishedTrialError
-from optuna.storages import BaseStorage, JournalStorage, RDBStorage
+from optuna.storages import BaseStorage, GrpcStorageProxy, JournalStorage, RDBStorage
 from optuna.storages.journal import JournalFileBackend
 from optuna.trial import FrozenTrial, TrialState
 
 from specdial.policies.errors import UserError
-from specdial.simulator.objectives import Direction
+from specdial.simulator.objectives import Goal
 
 NAME = "tune"
 GRACE_S = 20.0
 PULSE_S = 4.0
+REACH_S = 10.0  # how long a proxy may take to answer at first
 WORKER, ROOT, REPLAY, SURPLUS = "worker", "root", "replay", "surplus"  # user attributes of a trial
 
 
@@ -67,7 +71,12 @@ class Journal(JournalFileBackend):
 
 
 def open_storage(where: str) -> BaseStorage:
-    """A journal at a path, or a database at a URL. Raises UserError when it cannot be reached."""
+    """A journal at a path, a database at a URL, or a proxy at grpc://HOST:PORT.
+
+    Raises UserError when it cannot be reached.
+    """
+    if where.startswith("grpc://"):
+        return _open_proxy(where)
     if "://" not in where:
         try:
             Path(where).parent.mkdir(parents=True, exist_ok=True)
@@ -87,6 +96,28 @@ def open_storage(where: str) -> BaseStorage:
     raise AssertionError("unreachable")
 
 
+def _open_proxy(where: str) -> BaseStorage:
+    """Optuna's gRPC proxy, which many workers share without a connection to the database each."""
+    try:
+        parts = urlsplit(where)
+        host, port = parts.hostname, parts.port
+    except ValueError:
+        host = port = None
+    if host is None or port is None:
+        raise UserError(f"storage {where} names no host and port", "write it as storage=grpc://HOST:PORT")
+    try:
+        with quiet():
+            storage = GrpcStorageProxy(host=f"[{host}]" if ":" in host else host, port=port)
+        storage.wait_server_ready(timeout=REACH_S)
+    except ImportError as error:
+        cause = f"storage {where}: {str(error).splitlines()[0]}"
+        raise UserError(cause, "pip install specdial[grpc]") from None
+    except ConnectionError:
+        remedy = "start optuna.storages.run_grpc_proxy_server there, or check storage="
+        raise UserError(f"no gRPC proxy answers at {host}:{port}", remedy) from None
+    return storage
+
+
 @contextmanager
 def quiet() -> Iterator[None]:
     """Without Optuna's notes on what it is about to do and on what is experimental."""
@@ -102,17 +133,19 @@ class Shared:
     def __init__(
         self,
         storage: BaseStorage,
-        directions: Sequence[Direction],
+        goal: Goal,
         identity: dict[str, Any],
         grace_s: float = GRACE_S,
     ) -> None:
         """identity: what makes results comparable. Raises UserError when the study holds another search."""
-        self.storage, self.directions, self.grace_s = storage, directions, grace_s
+        self.storage, self.grace_s = storage, grace_s
         self.worker = f"{os.getpid()}:{_started(os.getpid())}:{secrets.token_hex(4)}"
         with quiet():
             self.study = optuna.create_study(
-                storage=storage, study_name=NAME, directions=directions, load_if_exists=True
+                storage=storage, study_name=NAME, directions=goal.directions, load_if_exists=True
             )
+            if self.study.metric_names is None:
+                self.study.set_metric_names(list(goal.objectives))  # what optuna-dashboard shows
         known = self.study.user_attrs.get("identity")
         if known is None:
             self.study.set_user_attr("identity", identity)
@@ -175,12 +208,18 @@ class Shared:
         beats = 0
         while not self._stop.wait(PULSE_S if beats else 0.0):
             beats += 1
-            with suppress(StorageInternalError):  # a database that is away for a moment: the next beat may reach it
+            with suppress(*away()):  # for a moment: the next beat may reach it
                 self.study.set_user_attr(f"pulse {self.worker}", beats)
 
     def close(self) -> None:
         """Stop this worker's pulse."""
         self._stop.set()
+
+
+def away() -> tuple[type[Exception], ...]:
+    """What a database or a proxy raises that cannot be reached."""
+    grpc = sys.modules.get("grpc")  # nobody else can raise its errors
+    return (StorageInternalError,) if grpc is None else (StorageInternalError, grpc.RpcError)
 
 
 def root_of(trial: FrozenTrial) -> str:

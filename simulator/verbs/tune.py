@@ -35,7 +35,7 @@ from specdial.simulator.samplers import Sampler, sampler_for
 from specdial.simulator.search import Evaluate, Found, Plan, fixed_points, search
 from specdial.simulator.search_tables import print_refused, print_surface_cells, print_test
 from specdial.simulator.space import Space
-from specdial.simulator.study import Shared, open_storage
+from specdial.simulator.study import Shared, away, open_storage
 from specdial.simulator.surface import Grid, Surface, SurfaceSettings, find_surface
 from specdial.simulator.tables import print_acceptance, print_choice, print_costs
 from specdial.simulator.tuned_files import Tuned, write_tuned
@@ -52,9 +52,9 @@ class Settings:
     costs: a cost table, None for the trace's own rounds. batch: at which the best policy is chosen. objectives, and
     bounds on any metric in constraints: see simulator.objectives. stall: generations without growth of the front's
     hypervolume after which to stop, 0 for none. bootstrap: resamples of intervals. storage: of the study, None for a
-    journal in `out`, else another journal file or a database URL. workers: processes of this command. corrections:
-    directories of `validate`, whose measurements correct the costs one after another. keep_refused: so many refused
-    policies are written too, for the engine to measure.
+    journal in `out`, else another journal file, a database URL or grpc://HOST:PORT. workers: processes of this command.
+    corrections: directories of `validate`, whose measurements correct the costs one after another. keep_refused: so
+    many refused policies are written too, for the engine to measure.
     """
 
     trace: str
@@ -186,10 +186,13 @@ def _search(job: _Run, storage: BaseStorage | None = None) -> Found:
         "batch": job.plan.batch,
     }
     storage = storage or open_storage(s.storage or str(Path(s.out) / "study.journal"))
-    shared = Shared(storage, job.plan.goal.directions, identity)
+    shared = Shared(storage, job.plan.goal, identity)
     try:
         with progress("tune", job.plan.trials) as bar:
             return search(shared, job.space, job.evaluate("train", 0), job.plan, bar.advance)
+    except away() as error:
+        cause = f"the study's storage is away: {str(error).splitlines()[0]}"
+        raise UserError(cause, "give the command again when it is back: the search goes on") from None
     finally:
         shared.close()
 

@@ -111,7 +111,7 @@ def test_samplers_of_one_objective_come_near_its_best(trace, tmp_path, sampler, 
         ]
 
     goal = Goal(("speedup",))
-    shared = Shared(open_storage(str(tmp_path / "journal")), goal.directions, {})
+    shared = Shared(open_storage(str(tmp_path / "journal")), goal, {})
     found = search(shared, space, evaluate, Plan(sampler, trials, 0, goal))
     assert found.trials == trials
     assert max(tried.metrics["speedup"] for tried in found.tried) > 0.999
@@ -124,7 +124,7 @@ def test_a_search_stops_where_its_front_no_longer_grows(trace, tmp_path):
     def evaluate(policies, batch):
         return [Outcome(p, "exact", None, True, (), 1, 0, speedup=1.0, kv_bytes_per_token=1.0) for p in policies]
 
-    shared = Shared(open_storage(str(tmp_path / "journal")), Goal().directions, {})
+    shared = Shared(open_storage(str(tmp_path / "journal")), Goal(), {})
     found = search(shared, space, evaluate, Plan("nsga2", 1000, 0, Goal(), stall=1))
     assert found.stopped
     assert found.trials == 100

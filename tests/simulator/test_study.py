@@ -29,7 +29,7 @@ def evaluate(policies, batch):
 
 
 def shared_at(path):
-    return Shared(open_storage(str(path)), Goal().directions, {"seed": 0})
+    return Shared(open_storage(str(path)), Goal(), {"seed": 0})
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +94,7 @@ def test_a_search_goes_on_where_it_was_and_draws_what_it_would_have(space, plan,
 def test_in_a_database_a_worker_is_gone_when_its_pulse_stands_still(tmp_path, monkeypatch):
     monkeypatch.setattr("specdial.simulator.study.PULSE_S", 0.05)
     where = f"sqlite:///{tmp_path}/study.db"
-    one, other = (Shared(open_storage(where), Goal().directions, {"seed": 0}, grace_s=0.5) for _ in range(2))
+    one, other = (Shared(open_storage(where), Goal(), {"seed": 0}, grace_s=0.5) for _ in range(2))
     one.take(optuna.trial.create_trial(state=TrialState.RUNNING, params={}, distributions={}), "given-0")
 
     def state():
@@ -142,7 +142,7 @@ def test_a_trial_lined_up_twice_runs_once():
 def test_a_study_of_another_search_is_not_gone_on_with(space, plan, tmp_path):
     shared_at(tmp_path / "journal")
     with pytest.raises(UserError, match="the study was searched with another seed; choose another storage= or out="):
-        Shared(open_storage(str(tmp_path / "journal")), Goal().directions, {"seed": 1})
+        Shared(open_storage(str(tmp_path / "journal")), Goal(), {"seed": 1})
 
 
 def test_storages_that_cannot_be_are_named(tmp_path):

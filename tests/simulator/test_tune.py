@@ -164,7 +164,7 @@ def test_equal_policies_are_replayed_once(trace, tmp_path):
             Outcome(p, "exact", None, True, (), 1, 0, speedup=float(p.k_max), kv_bytes_per_token=1.0) for p in policies
         ]
 
-    shared = Shared(open_storage(str(tmp_path / "journal")), ["maximize", "minimize"], {})
+    shared = Shared(open_storage(str(tmp_path / "journal")), Goal(), {})
     found = search(shared, space, evaluate, Plan("random", 200, 0, Goal()))
     assert len(replayed) == len(set(replayed)) == len(found.tried) == 6
     assert sum(tried.points for tried in found.tried) == 200
