@@ -1,13 +1,12 @@
 """Predicted against measured speed and fidelity of lossy policies on held-out documents, as prediction.py for lossless.
 
-For every workload and context, with the model loaded once, and for each drafter: `record` leaves drafts (sparse_self:
-of every position; lookup: of every position, from the text; others: of a lossless decoding) and, of some documents,
-probes of partial verification; `calibrate` times both kinds of rounds; replay predicts a grid of policies from the
-train documents; `validate` measures speed, top-1 agreement and KL on the test documents by its own protocol. A record a
-batch holds both predictions: held-out, and in-sample, made from the measured documents' own traces. Probes cannot
-draft by an EAGLE head: what its verifications are worth is taken from probes that draft by lookup.
-Scoring heads are those of --policy, else some heads of the middle layer: any will do to test a prediction, not a
-policy. --small: SmolLM2 on a CPU. --dry: for testing this script, never written.
+For every workload and context and each drafter: `record` leaves drafts (of sparse_self, unless --sparse, and of lookup
+at every position; else of a lossless decoding) and probes of partial verification of some documents; `calibrate` times
+rounds; replay predicts a grid of policies from the train documents; `validate` measures speed, top-1 agreement and KL
+on the test documents by its own protocol. A record a batch holds both predictions: held-out, and in-sample, made from
+the measured documents' own traces. Probes cannot draft by an EAGLE head: there they draft by lookup. Scoring heads are
+those of --policy, else heads of the middle layer: any will do to test a prediction, not a policy.
+--small: SmolLM2 on a CPU. --dry: for testing this script, never written.
 
     python3 benchmarks/prediction_lossy.py --model FILE.gguf --prompts prompts.npz --workloads code --out RESULTS.json
     python3 benchmarks/prediction_lossy.py --small --out benchmarks/results/prediction.json
@@ -44,9 +43,9 @@ from specdial.simulator.lanes import read_record
 from specdial.simulator.load import load_costs
 from specdial.simulator.replay import replay
 
-FULL = {"id": "L", "contexts": [8000], "batches": [1, 16], "train": 16, "test": 16, "singles": 4, "new_tokens": 64}
+FULL = {"id": "L", "contexts": [8000], "batches": [1, 16], "train": 16, "test": 16, "singles": 2, "new_tokens": 64}
 FULL |= {"budgets": [512, 1024, 2048], "periods": [2, 4, 8, 16, 0], "k": [2, 4, 8], "policies": 24, "repeats": 3}
-FULL |= {"refresh": [8, 32, 96], "calibrations": 4, "probed": 6, "rounds": 6, "drafters": ["sparse_self", "lookup"]}
+FULL |= {"refresh": [8, 32, 96], "calibrations": 3, "probed": 4, "rounds": 6, "drafters": ["sparse_self", "lookup"]}
 SMALL = FULL | {"id": "L-small", "contexts": [512], "batches": [1], "train": 6, "test": 3, "singles": 3}
 SMALL |= {"new_tokens": 32, "budgets": [64, 128, 256], "policies": 12, "probed": 4, "rounds": 4, "refresh": [8, 32]}
 DRY = SMALL | {"id": "dry", "contexts": [300], "train": 2, "test": 2, "singles": 2, "new_tokens": 12, "policies": 3}
@@ -68,6 +67,7 @@ def arguments(argv):
     for name in ("train", "test", "singles", "new-tokens", "policies", "repeats", "calibrations", "probed", "rounds"):
         key = name.replace("-", "_")
         p.add_argument(f"--{name}", type=int, help=f"default {FULL[key]}, --small {SMALL[key]}")
+    p.add_argument("--sparse", action="store_true", help="record no more of sparse_self than the rounds it plays")
     size = p.add_mutually_exclusive_group()
     size.add_argument("--small", action="store_true", help="short contexts, on the CPU")
     size.add_argument("--dry", action="store_true", help="tiny, on the CPU, unrecorded")
@@ -79,11 +79,8 @@ def arguments(argv):
 
 def measure(cell, heads, clock):
     """One record a batch of a cell: every drafter is recorded, timed, predicted and measured on its own."""
-    found = {batch: [] for batch in cell.a.batches}
-    for batch in cell.a.batches:
-        cell.measured(batch)
-    share = grid(cell.a, heads)
-    for kind, policies in share.items():
+    found = {batch: [] for batch in cell.a.batches if cell.measured(batch)}
+    for kind, policies in grid(cell.a, heads).items():
         own = replace(cell, name=f"{cell.name} {kind}", folder=cell.folder / kind)
         with clock.stage(f"{own.name} record"):
             leave_traces(own, kind, heads)
@@ -99,21 +96,19 @@ def leave_traces(cell, kind, heads):
     """The traces `trace` of drafts, of all documents, and `probes`, of the first train and test documents."""
     a = cell.a
     common = {**cell.settings, "split": "train+test"}
-    drafting = {
-        "drafter": to_plain(drafter_of(kind, a)),
-        "controller": {"kind": "fixed", "k": max(a.k)},
-        **DRAFT.get(kind, {}),
-    }
+    drafting = {"controller": {"kind": "fixed", "k": max(a.k)}, **DRAFT.get(kind, {})}
+    drafting["drafter"] = to_plain(drafter_of(kind, a))
     out = cell.folder / ("rounds" if kind == "lookup" else "trace")
-    dense = {"dense": True, "k_max": max(a.k), "budgets": []} if kind == "sparse_self" else {"batch": max(a.batches)}
+    dense = {"batch": max(a.batches)}
+    if kind == "sparse_self" and not a.sparse:
+        dense = {"dense": True, "k_max": max(a.k), "budgets": []}
     record.run({**common, "policy": drafting, "out": str(out), **dense}, cell.job)
     if kind == "lookup":
         with_lookup(out, cell.trace, cell.job.documents, ngram=drafter_of(kind, a).ngram, k_max=max(a.k))
     probing = {"drafter": to_plain(drafter_of("lookup", a))} if kind == "eagle" else {}
     kv, named = verification(kind, heads)
     policy = {**drafting, **probing, "verify_kv": kv, "scoring_heads": named}
-    ends = sorted({min(a.budgets), max(a.budgets)})  # between them fidelity is interpolated
-    probe = {"sources": heads.sources(kind), "budgets": ends, "rounds": a.rounds, "places": 1, "k": 4}
+    probe = {"sources": heads.sources(kind), "budgets": ends(a), "rounds": a.rounds, "places": 1, "k": 4}
     while a.rounds * (probe["k"] + 1) > a.new_tokens:
         probe["k"] -= 1
     some = [d for split in ("train", "test") for d in cell.of(split)[: a.probed]]
@@ -121,20 +116,25 @@ def leave_traces(cell, kind, heads):
     record.run(settings, replace(cell.job, documents=some))
 
 
+def ends(a):
+    """The budgets that are probed and timed: between them costs and fidelity are interpolated."""
+    return sorted({min(a.budgets), max(a.budgets)})
+
+
 def calibration(cell, kind, heads):
-    """What to time: from the first round's context to the last one's, full and partial rounds of the grid."""
+    """What to time: full and partial rounds of the grid halfway through the outputs."""
     a, context = cell.a, len(cell.job.documents[0].prompt_ids)
     kv, named = verification(kind, heads)
     least = 1 if "lookahead" in heads.sources(kind) else 0  # rounds without drafts have no lookahead to choose by
     return {
-        "contexts": [context, context + a.new_tokens],
+        "contexts": [context + a.new_tokens // 2],
         "batches": a.batches,
         "ks": [least, *a.k],
         "drafters": [to_plain(drafter_of(kind, a))],
         "repeats": a.calibrations,
         "verify_kv": kv,
         "sources": heads.sources(kind),
-        "verify_budgets": a.budgets,
+        "verify_budgets": ends(a),
         "refresh_rows": a.refresh,
         "scoring_heads": named,
         "out": str(cell.folder / "costs"),
