@@ -191,7 +191,8 @@ def _search(job: _Run, storage: BaseStorage | None = None) -> Found:
         with progress("tune", job.plan.trials) as bar:
             return search(shared, job.space, job.evaluate("train", 0), job.plan, bar.advance)
     except away() as error:
-        cause = f"the study's storage is away: {str(error).splitlines()[0]}"
+        said = error.details() if hasattr(error, "details") else str(error)  # of gRPC, whose text is a page
+        cause = f"the study's storage is away: {said.splitlines()[0]}"
         raise UserError(cause, "give the command again when it is back: the search goes on") from None
     finally:
         shared.close()
