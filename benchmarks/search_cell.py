@@ -19,7 +19,6 @@ from specdial.policies.schema import DraftKV, plain_policy
 from specdial.simulator.verbs import replay
 
 K_MAX = 8
-KS = (0, 1, 2, 3, 4, 6, 8)  # draft lengths that are timed
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +86,13 @@ def time_rounds(cell, contexts, batches, clock):
     output = [row["token_id"] for row in sorted(rows, key=lambda row: row["position"])]
     timed = replace(cell.job, documents=[replace(document, prompt_ids=[*document.prompt_ids, *output])])
     ends = [context + more for context in sorted(contexts) for more in (0, cell.a.new_tokens)]
-    ranges = {"contexts": ends, "batches": batches, "ks": KS, "budgets": cell.a.budgets, "draft_kv": _selection(cell)}
+    ranges = {
+        "contexts": ends,
+        "batches": batches,
+        "ks": cell.a.ks,
+        "budgets": cell.a.budgets,
+        "draft_kv": _selection(cell),
+    }
     with clock.stage("calibrate"):
         calibrate.run({**cell.settings, **ranges, "repeats": cell.a.calibrations, "out": str(cell.costs)}, timed)
 

@@ -43,9 +43,17 @@ from specdial.simulator.lanes import read_record
 from specdial.simulator.verbs import tune
 
 FULL = {"context": 31000, "batch": 1, "train": 6, "test": 4, "new_tokens": 64, "budgets": [256, 512, 1024], "page": 16}
-FULL |= {"points": 520, "trials": 1000, "top": 10, "repeats": 5, "calibrations": 5, "seconds": 150.0}
+FULL |= {
+    "points": 520,
+    "trials": 1000,
+    "top": 10,
+    "repeats": 5,
+    "calibrations": 5,
+    "ks": [0, 1, 2, 3, 4, 6, 8],
+    "seconds": 150.0,
+}
 DRY = FULL | {"context": 300, "train": 2, "test": 2, "new_tokens": 8, "budgets": [128, 256], "page": 1}
-DRY |= {"points": 12, "trials": 30, "top": 2, "repeats": 2, "calibrations": 3}
+DRY |= {"points": 12, "trials": 30, "top": 2, "repeats": 2, "calibrations": 3, "ks": [0, 1, 8]}
 LEAST_POINTS, BAR_PCT = 500, 2.0
 
 

@@ -32,9 +32,16 @@ from specdial.policies.schema import plain_policy
 from specdial.simulator.verbs import tune
 
 FULL = {"contexts": [8000, 31000], "batches": [1, 8], "train": 8, "test": 8, "singles": 2, "new_tokens": 64}
-FULL |= {"budgets": [256, 1024], "page": 16, "trials": 1000, "repeats": 3, "calibrations": 3}
+FULL |= {
+    "budgets": [256, 1024],
+    "page": 16,
+    "trials": 1000,
+    "repeats": 3,
+    "calibrations": 3,
+    "ks": [0, 1, 2, 3, 4, 6, 8],
+}
 DRY = FULL | {"contexts": [200, 400], "batches": [1, 2], "train": 2, "test": 2, "singles": 1, "new_tokens": 8}
-DRY |= {"budgets": [128], "page": 1, "trials": 30, "repeats": 2}
+DRY |= {"budgets": [128], "page": 1, "trials": 30, "repeats": 2, "ks": [0, 1, 8]}
 
 
 def arguments(argv):
