@@ -29,9 +29,9 @@ def test_dry_run(script, tiny_checkpoint, capsys, monkeypatch):
     monkeypatch.setattr(calibrate, "_print", lambda *_: None)  # its rates divide by times that may be 0 on tiny weights
     shape = {"head_dim": 64, "num_hidden_layers": 2, "max_position_embeddings": 1024}
     command = ["--dry", "--model", str(tiny_checkpoint("llama", **shape)), "--drafters", "sparse_self"]
-    command += ["--contexts", "160", "--budgets", "100", "--refresh", "3", "6"]
+    command += ["--workloads", "novel", "--contexts", "160", "--budgets", "100", "--refresh", "3", "6"]
     (row,) = module.main([*command, "--policies", "2", "--periods", "2", "0"])
-    assert row["id"] == "dry-code-160-B1"
+    assert row["id"] == "dry-novel-160-B1"
     assert [line[0] for line in row["policies"]] == ["sparse_self-history-c100-p2-k2", "sparse_self-history-c100-p0-k2"]
     assert row["documents"] == {"train": 2, "test": 2, "probed": 2}
     assert row["value"] == pytest.approx(row["median_pct"], abs=1e-4)
