@@ -139,7 +139,7 @@ def timed(s, one, full_rounds):
         rounds.append(played)
         if played.mode == "full":
             seen += 1
-            transfers.append(s.cache.transfer_us())
+            transfers.append((played.transfer_us, played.exposed_us))
             if seen == 1:
                 rounds, transfers = [], []  # of practice
             if seen == 1 + full_rounds:

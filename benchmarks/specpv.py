@@ -138,10 +138,15 @@ def records_of(cell, policies, runs, fidelity, facts):
             )
         )  # fmt: skip
         if name in fidelity:
-            said = {key: value if value is None else round(value, 5) for key, value in fidelity[name].items()}
+            said = rounded(fidelity[name])
+            said["drift"] = [rounded(age) for age in said["drift"]]
             agreement = said.pop("top1_agreement")
             made.append(record(f"{facts['prefix']}P2-{cell.suffix}-{name}", case, agreement, "top-1", **said, **more))
     return made
+
+
+def rounded(said):
+    return {key: round(value, 5) if isinstance(value, float) else value for key, value in said.items()}
 
 
 def show(cell, runs, records):

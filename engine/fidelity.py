@@ -1,7 +1,8 @@
 """How far partial verification strayed: its output judged by a full verification of the same text, teacher-forced.
 
 Measured on a separate, untimed decoding whose logits are kept; then the text is read again in blocks of rows that see
-every key. Per committed token: is it the likeliest under full verification too, and KL(full || the deciding logits).
+every key. Per committed token: is it the likeliest under full verification too, KL(full || the deciding logits), and
+the cosine between the hidden states that enter the last layer in the deciding pass and in the full one.
 Per document: how far its text agrees with plain decoding. Leaves out sampled decoding, where a token need not be the
 likeliest, and what a selection holds of the target's attention (arr).
 """
@@ -13,12 +14,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from specdial.engine.loop import Decoding
 from specdial.engine.prefill import ROW_MULTIPLE
 from specdial.engine.sampling import Sampling
 from specdial.engine.sequences import Sequences
+from specdial.engine.states import LastStates
 from specdial.policies.errors import UserError
 from specdial.policies.schema import Policy, plain_policy
 
@@ -30,12 +33,13 @@ KEPT_BYTES = 1 << 30  # of logits, in host memory; later tokens of a batch have 
 class Fidelity:
     """One document's committed tokens: arrays [N], from its first new one on.
 
-    kl_nats: NaN where the deciding logits were not kept. prefix_tokens: leading tokens that are plain decoding's.
-    agreeing_tokens: tokens that are plain decoding's at their place, of plain_tokens.
+    kl_nats, hidden_cosine: NaN where the deciding logits were not kept. prefix_tokens: leading tokens that are plain
+    decoding's. agreeing_tokens: tokens that are plain decoding's at their place, of plain_tokens.
     """
 
     top1_match: npt.NDArray[np.bool_]
     kl_nats: npt.NDArray[np.float32]
+    hidden_cosine: npt.NDArray[np.float32]
     rounds_since_full: npt.NDArray[np.int64]
     prefix_tokens: int
     agreeing_tokens: int
@@ -70,41 +74,44 @@ def measure_fidelity(
     """
     s.rewind()
     decoding = Decoding(s, policy, Sampling(), numbers, keep_logits=True)
-    if decoding.logits is None:
+    if decoding.logits is None or decoding.states is None:
         raise ValueError("this decoding keeps no logits")
-    decided: list[list[Tensor]] = [[] for _ in range(s.batch)]  # [n, V] each, on the host
+    decided: list[list[tuple[Tensor, Tensor]]] = [[] for _ in range(s.batch)]  # [n, V] and [n, hidden], on the host
     since: list[list[int]] = [[] for _ in range(s.batch)]
     left = kept_bytes
     for played in decoding.rounds():
         for b, emitted in enumerate(played.emitted):
             since[b] += [played.rounds_since_full] * len(emitted)
             logits = decoding.logits[b, : len(emitted)]  # [n, V]
-            if emitted and left >= logits.nbytes and sum(map(len, decided[b])) + len(emitted) == len(since[b]):
+            known = sum(len(part) for part, _ in decided[b])
+            if emitted and left >= logits.nbytes and known + len(emitted) == len(since[b]):
                 left -= logits.nbytes
-                decided[b].append(logits.to("cpu", copy=True))
+                states = decoding.states.kept[b, : len(emitted)]  # [n, hidden]
+                decided[b].append((logits.to("cpu", copy=True), states.to("cpu", copy=True)))
     tokens = [list(t) for t in s.tokens]
     prompts = [int(p) for p in s.prompt_tokens]
     ours = [t[p:] for t, p in zip(tokens, prompts)]
-    kept = [torch.cat(parts) if parts else None for parts in decided]
+    kept = [tuple(map(torch.cat, zip(*parts))) if parts else None for parts in decided]
     judged = _judge(s, tokens, kept)
     s.rewind()
     found = []
-    for b, (match, kl) in enumerate(judged):
+    for b, judgement in enumerate(judged):
         theirs = list(plain[b][prompts[b] :])
         same = [a == c for a, c in zip(ours[b], theirs)]
         prefix = same.index(False) if False in same else len(same)
-        found.append(Fidelity(match, kl, np.array(since[b], dtype=np.int64), prefix, sum(same), len(theirs)))
+        found.append(Fidelity(*judgement, np.array(since[b], dtype=np.int64), prefix, sum(same), len(theirs)))
     return found
 
 
 def _judge(
-    s: Sequences, tokens: list[list[int]], kept: list[Tensor | None]
-) -> list[tuple[npt.NDArray[np.bool_], npt.NDArray[np.float32]]]:
-    """Top-1 agreement and KL of every new token of `tokens`, by full attention over text alone."""
+    s: Sequences, tokens: list[list[int]], kept: list[tuple[Tensor, ...] | None]
+) -> list[tuple[npt.NDArray[np.bool_], npt.NDArray[np.float32], npt.NDArray[np.float32]]]:
+    """Top-1 agreement, KL and cosine of every new token of `tokens`, by full attention over text alone."""
     s.rewind()
     new = [len(t) - int(p) for t, p in zip(tokens, s.prompt_tokens)]
     match = [np.zeros(n, dtype=np.bool_) for n in new]
-    kl = [np.full(n, np.nan, dtype=np.float32) for n in new]
+    kl, cosine = ([np.full(n, np.nan, dtype=np.float32) for n in new] for _ in range(2))
+    states = LastStates(s.decoder, s.batch, BLOCK_ROWS - 1)
     at = 0
     while at < max(new):
         room = s.cache.capacity_tokens - int(s.cache.host_lengths.max()) - ROW_MULTIPLE
@@ -114,7 +121,9 @@ def _judge(
         for b, (text, start) in enumerate(zip(tokens, s.prompt_tokens)):
             given = text[int(start) - 1 + at : int(start) - 1 + at + int(rows[b])]
             block[b, : len(given)] = given
-        logits = s.forward_block(torch.from_numpy(block).to(s.decoder.device), padded=True, rows=False).logits
+        with s.tapping([states]):
+            logits = s.forward_block(torch.from_numpy(block).to(s.decoder.device), padded=True, rows=False).logits
+        states.keep(None, T)
         s.cache.commit(rows)
         for b, n in enumerate(rows.tolist()):
             full = logits[b, :n]  # [n, V]
@@ -122,10 +131,12 @@ def _judge(
             match[b][at : at + n] = (full.argmax(dim=-1) == wanted).cpu().numpy()
             decided = kept[b]
             if decided is not None and n:
-                own = decided[at : at + n].to(full.device)  # [<= n, V]
-                kl[b][at : at + len(own)] = divergence(full[: len(own)], own).cpu().numpy()
+                own, seen = (part[at : at + n].to(full.device) for part in decided)  # [<= n, V], [<= n, hidden]
+                part = slice(at, at + len(own))
+                kl[b][part] = divergence(full[: len(own)], own).cpu().numpy()
+                cosine[b][part] = F.cosine_similarity(states.kept[b, : len(own)].float(), seen.float()).cpu().numpy()
         at += T
-    return list(zip(match, kl))
+    return list(zip(match, kl, cosine))
 
 
 def divergence(full: Tensor, own: Tensor) -> Tensor:
@@ -135,18 +146,39 @@ def divergence(full: Tensor, own: Tensor) -> Tensor:
 
 
 def summary(documents: Sequence[Fidelity]) -> dict[str, Any]:
-    """What a `measured` block and a table say of several documents: means over tokens, None where there are none."""
-    match = np.concatenate([f.top1_match for f in documents])
-    kl = np.concatenate([f.kl_nats for f in documents])
-    known = kl[~np.isnan(kl)]
+    """What a `measured` block and a table say of several documents: means over tokens, None where there are none.
+
+    drift: the same by rounds since full verification, 0 for tokens that a full round decided.
+    """
+    match, kl, cosine, since = (
+        np.concatenate([getattr(f, name) for f in documents])
+        for name in ("top1_match", "kl_nats", "hidden_cosine", "rounds_since_full")
+    )
     plain = sum(f.plain_tokens for f in documents)
     return {
         "top1_agreement": float(match.mean()) if len(match) else None,
-        "kl_nats": float(known.mean()) if len(known) else None,
-        "kl_tokens": len(known),
+        "kl_nats": _mean(kl),
+        "kl_tokens": int((~np.isnan(kl)).sum()),
+        "hidden_cosine": _mean(cosine),
+        "drift": [
+            {
+                "rounds_since_full": int(age),
+                "tokens": int((since == age).sum()),
+                "top1_agreement": float(match[since == age].mean()),
+                "kl_nats": _mean(kl[since == age]),
+                "hidden_cosine": _mean(cosine[since == age]),
+            }
+            for age in np.unique(since)
+        ],
         "prefix_frac": sum(f.prefix_tokens for f in documents) / plain if plain else None,
         "token_agreement": sum(f.agreeing_tokens for f in documents) / plain if plain else None,
     }
+
+
+def _mean(values: npt.NDArray[np.float32]) -> float | None:
+    """Of the values that are known, None where none is."""
+    known = values[~np.isnan(values)]
+    return float(known.mean()) if len(known) else None
 
 
 def intervals(documents: Sequence[Fidelity], resamples: int, seed: int) -> dict[str, list[float]]:
@@ -183,6 +215,7 @@ def probes_table(doc: int, prompt_tokens: int, found: Fidelity) -> dict[str, Any
         "arm": np.zeros(n, dtype=np.int64),
         "arr": [None] * n,
         "kl_nats": [None if np.isnan(x) else float(x) for x in found.kl_nats],
+        "hidden_cosine": [None if np.isnan(x) else float(x) for x in found.hidden_cosine],
         "top1_match": found.top1_match,
         "rounds_since_full": found.rounds_since_full,
         "draft_match": [None] * n,

@@ -21,6 +21,7 @@ from torch import Tensor
 from specdial.engine.cache import KVCache
 from specdial.engine.models.decoder import Decoder, Taps
 from specdial.engine.models.eagle import EagleHead
+from specdial.engine.states import Tapper
 from specdial.kernels.full_attention import full_attention
 
 if TYPE_CHECKING:
@@ -54,6 +55,11 @@ class HeadReader:
         self._made: dict[int, Waiting] = {}
         self._waiting: Waiting | None = None
         self._seen: Tensor | None = None  # taps of the pass just made, [len(taps), B, T, target_hidden]
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """See Tapper."""
+        return self.head.config.taps
 
     @property
     def waiting(self) -> Waiting:
@@ -188,14 +194,14 @@ class HeadReader:
         self.cache.copy_from(one.cache)
 
 
-def tap_buffers(decoder: Decoder, rows: torch.Size, readers: Collection[HeadReader]) -> Taps:
-    """Room for what these readers' heads want of a pass over tokens of shape `rows`, [B, T], layer by layer.
+def tap_buffers(decoder: Decoder, rows: torch.Size, readers: Collection[Tapper]) -> Taps:
+    """Room for what these readers want of a pass over tokens of shape `rows`, [B, T], layer by layer.
 
     Made by the pass that fills it, so that a captured one finds it where it was.
     """
-    return decoder.tap_buffers(rows, {layer for reader in readers for layer in reader.head.config.taps})
+    return decoder.tap_buffers(rows, {layer for reader in readers for layer in reader.layers})
 
 
-def taps_of(reader: HeadReader, taps: Taps) -> Tensor:
-    """A reader's taps, [len(taps), B, T, target_hidden], of those that a pass left."""
-    return torch.stack([taps[layer] for layer in reader.head.config.taps])
+def taps_of(reader: Tapper, taps: Taps) -> Tensor:
+    """A reader's taps, [len(layers), B, T, target_hidden], of those that a pass left."""
+    return torch.stack([taps[layer] for layer in reader.layers])

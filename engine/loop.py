@@ -25,6 +25,7 @@ from specdial.engine.drafters.eagle import Eagle
 from specdial.engine.drafters.sparse_self import SparseSelf
 from specdial.engine.drafters.tree import DraftTree, TreeEagle
 from specdial.engine.head_reader import HeadReader
+from specdial.engine.offload import HostCache
 from specdial.engine.round_state import (
     DRAFTED,
     SELECTED,
@@ -38,6 +39,7 @@ from specdial.engine.round_state import (
 )
 from specdial.engine.sampling import Sampling
 from specdial.engine.sequences import Sequences
+from specdial.engine.states import LastStates, Tapper
 from specdial.engine.tree_acceptance import follow, straighten
 from specdial.engine.verification import Plan, Schedule, verifications
 from specdial.kernels.settle import settle
@@ -54,6 +56,8 @@ class Round:
     drafts: [B, K] token ids, of a tree those accepted, then -1; signals: [B, K]; accept_prob: [B, K] in sampled
     decoding, else None.
     mode: over which keys drafts were verified; rounds_since_full: partial rounds since a full one, this included.
+    recomputed: rows that a full one put in front of its own. transfer_us: how long a full one's layers moved from host
+    memory, and exposed_us: how long it waited for them; None where keys are on the device, and in partial rounds.
     """
 
     active: np.ndarray
@@ -71,6 +75,9 @@ class Round:
     accept_prob: np.ndarray | None
     mode: Literal["full", "partial"] = "full"
     rounds_since_full: int = 0
+    recomputed: int = 0
+    transfer_us: float | None = None
+    exposed_us: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +106,8 @@ class Decoding:
         """numbers: one per sequence, seeds its random numbers. `sequences` must be prefilled.
 
         synthetic: accept the draft at each depth with this probability instead, whatever it says: to measure cost.
-        keep_logits: leave each round's logits in `logits` until the next one; rounds then wait for the host.
+        keep_logits: leave each round's logits in `logits` until the next one, and the hidden states behind them in
+        `states`; rounds then wait for the host.
         Raises UserError where policy, model and prompts do not go together.
         """
         self.s = sequences
@@ -119,6 +127,11 @@ class Decoding:
         vocab = sequences.decoder.config.vocab
         self.judge = Judge(self.state, sampling, numbers, vocab=vocab, synthetic=synthetic)
         self.logits: Tensor | None = self.state.kept_logits(vocab) if keep_logits else None  # [B, K+1, V]
+        self.states: LastStates | None = None
+        if keep_logits:
+            self.states = sequences.lasting(
+                ("last states", policy.k_max), lambda: LastStates(sequences.decoder, sequences.batch, policy.k_max)
+            )
         self._settled_ns: int | None = None  # when the last round ended
         self._plan, self._verification = Plan(), self.verifications[0]  # of the round being launched
         self._drafting: HeadReader | None = None  # the head that drafts in the round being launched
@@ -289,16 +302,18 @@ class Decoding:
             if not (begun and reader is self._drafting):
                 reader.read()
         tokens, branches = (state.block[:, : k + 1], None) if tree is None else (tree.tokens, tree.branches())
-        with s.tapping(self.readers):
+        tapping: tuple[Tapper, ...] = self.readers if self.states is None else (*self.readers, self.states)
+        with s.tapping(tapping):
             block = self._verification.block(tokens, plan, k=state.k, padded=rows, rows=rows, branches=branches)
         state.mark(VERIFIED)
         if tree is None:
             choices, judged = self.judge.choices(block.logits, k)
         else:
             path, choices, judged = follow(self.judge, tree, block.logits)
-            block = straighten(s, block, path, self.readers)
-        if self.logits is not None:
+            block = straighten(s, block, path, tapping)
+        if self.logits is not None and self.states is not None:
             self.logits[:, : k + 1] = block.logits
+            self.states.keep(block.first_row, k + 1)
         settle(
             state.drafts[:, :k], choices, state.k, s.room, stop_ids=s.stops, emitted=state.emitted[:, : k + 1],
             accepted=state.accepted, counts=state.counts, pending=s.pending, before=s.before, judged=judged,
@@ -320,6 +335,10 @@ class Decoding:
         self.schedule.note(launched.plan, seen.counts)
         signals = Signals(*seen.signals.astype(np.float64))
         launched.controller.observe(seen.k, seen.accepted, signals, active)
+        plan = launched.plan
+        moved_us, exposed_us = None, None
+        if isinstance(s.cache, HostCache) and not plan.partial:
+            moved_us, exposed_us = s.cache.transfer_us()
         start, selected, drafted, verified, settled = seen.moments_ns.tolist()
         since = start if self._settled_ns is None or launched.captured else self._settled_ns
         self._settled_ns = settled
@@ -337,8 +356,11 @@ class Decoding:
             drafts=seen.drafts,
             signals=signals,
             accept_prob=None if self.judge.sampling.greedy else seen.accept_prob,
-            mode="partial" if launched.plan.partial else "full",
-            rounds_since_full=launched.plan.since_full,
+            mode="partial" if plan.partial else "full",
+            rounds_since_full=plan.since_full,
+            recomputed=plan.recomputed,
+            transfer_us=moved_us,
+            exposed_us=exposed_us,
         )
 
     def _variant(self) -> int:
@@ -361,6 +383,8 @@ class Decoding:
         if self.controllers[0].adaptive or isinstance(self.drafters[0], HostDrafter):
             return False
         if self.logits is not None or self.schedule.must_know(self.policy.verify_kv):
+            return False
+        if isinstance(self.s.cache, HostCache) and not self._plan.partial:  # its transfers are read when it ends
             return False
         return bool((self.s.remaining > self.policy.k_max + 1).any())
 

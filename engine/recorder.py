@@ -84,10 +84,13 @@ def _round_rows(played: list[Round], active: npt.NDArray[np.bool_], grids: Grids
     columns: Columns = {name: grid[r, b] for name, grid in grids.items()}
     columns["emitted"] = emitted[r, b]
     columns["batch"] = np.full(len(r), active.shape[1])
-    columns["rounds_since_full"] = np.array([p.rounds_since_full for p in played], dtype=np.int64)[r]
+    for name in ("rounds_since_full", "recomputed"):
+        columns[name] = np.array([getattr(p, name) for p in played], dtype=np.int64)[r]
     columns["mode"] = mode[r]
     for name in _TIMES:
         columns[name] = np.array([getattr(p, name) for p in played], dtype=np.float64)[r]
+    for name in ("transfer_us", "exposed_us"):
+        columns[name] = np.array([getattr(p, name) for p in played], dtype=object)[r]
     return _Rows(columns, _starts(b, active.shape[1]))
 
 

@@ -28,6 +28,7 @@ from specdial.engine.models.eagle import EagleHead
 from specdial.engine.offload import HostCache
 from specdial.engine.prefill import ROW_MULTIPLE, prefill_one
 from specdial.engine.round_state import RoundState, to_device
+from specdial.engine.states import Tapper
 from specdial.kernels import Backend
 from specdial.kernels.full_attention import full_attention
 from specdial.kernels.linear import MAX_ROWS
@@ -114,7 +115,7 @@ class Sequences:
             for name, model in (companions or {}).items()
         }
         self.heads = {name: HeadReader(self, head) for name, head in (heads or {}).items()}
-        self._tapping: Collection[HeadReader] = ()  # the heads that see what passes leave, see `tapping`
+        self._tapping: Collection[Tapper] = ()  # those that see what passes leave, see `tapping`
         # Counts the rounds launched and the starts of decoding. Who took part in the turn before has missed nothing.
         self.turn = 0
         self.rewritten = 0  # cached keys that the passes of the round under way write anew, the last ones
@@ -210,8 +211,8 @@ class Sequences:
             companion.hold(tokens, limit=limit)
 
     @contextmanager
-    def tapping(self, readers: Collection[HeadReader]) -> Iterator[None]:
-        """Meanwhile every pass over rows leaves its hidden states with these of our heads."""
+    def tapping(self, readers: Collection[Tapper]) -> Iterator[None]:
+        """Meanwhile every pass over rows leaves its hidden states with these."""
         self._tapping = readers
         try:
             yield

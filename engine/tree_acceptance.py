@@ -16,9 +16,9 @@ from torch import Tensor
 
 from specdial.engine.acceptance import Judge
 from specdial.engine.drafters.tree import DraftTree
-from specdial.engine.head_reader import HeadReader
 from specdial.engine.sampling import distribution, draw
 from specdial.engine.sequences import Block, Sequences
+from specdial.engine.states import Tapper
 from specdial.kernels.token_statistics import logit_statistics
 
 
@@ -62,7 +62,7 @@ def follow(judge: Judge, tree: DraftTree, logits: Tensor) -> tuple[Tensor, Tenso
     return torch.stack(rows, dim=1), torch.stack(chosen, dim=1), False
 
 
-def straighten(s: Sequences, block: Block, rows: Tensor, readers: Collection[HeadReader]) -> Block:
+def straighten(s: Sequences, block: Block, rows: Tensor, readers: Collection[Tapper]) -> Block:
     """Let the rows [B, K+1] of a verified tree stand where a chain's do, in keys and in what readers saw: a pass.
 
     Returns the block that they make, logits [B, K+1, V]. No row of a path stands before its place in it, and all are

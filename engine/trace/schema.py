@@ -24,6 +24,10 @@ ROUNDS = pa.schema(
         pa.field("verify_us", pa.float64(), nullable=False),
         pa.field("select_us", pa.float64(), nullable=False),
         pa.field("host_us", pa.float64(), nullable=False),
+        pa.field("recomputed", pa.int32(), nullable=True),  # rows that a full round put in front of its own
+        # A full round with keys in host memory: how long its layers moved, and how long it waited for them.
+        pa.field("transfer_us", pa.float64(), nullable=True),
+        pa.field("exposed_us", pa.float64(), nullable=True),
     ]
 )
 
@@ -63,6 +67,8 @@ OUTPUTS = pa.schema(
 # decided is the likeliest under full verification too. rounds_since_full: as in rounds, of the round that decided.
 # draft_match, full_match: the draft that the policy's drafter had for this place is what this verification decided, and
 # what the full one did; null where there was none, or the drafts before it had left the text.
+# hidden_cosine: between the hidden states that entered the last layer in the deciding pass and in the full one, null
+# where the former were not kept.
 PROBES = pa.schema(
     [
         pa.field("doc", pa.int32(), nullable=False),
@@ -74,6 +80,7 @@ PROBES = pa.schema(
         pa.field("rounds_since_full", pa.int32(), nullable=False),
         pa.field("draft_match", pa.bool_(), nullable=True),
         pa.field("full_match", pa.bool_(), nullable=True),
+        pa.field("hidden_cosine", pa.float32(), nullable=True),
     ]
 )
 
@@ -104,12 +111,17 @@ COSTS = pa.schema(
 )
 PARTIAL_OPS = ("select_partial", "verify_partial", "host_partial", "refresh")
 OPS = ("plain", "draft", "verify", "select", "host", *PARTIAL_OPS)
-# Columns that tables written before they existed lack, and the value that then held for every row.
+# Columns that tables written before they existed lack, or that a writer has nothing for, and the value that then holds
+# for every row.
 LATER_COLUMNS: dict[str, str | None] = {
     "drafter": "sparse_self",
     "source": "",
     "draft_match": None,
     "full_match": None,
+    "hidden_cosine": None,
+    "recomputed": None,
+    "transfer_us": None,
+    "exposed_us": None,
 }
 
 TABLES: dict[str, pa.Schema] = {
@@ -118,7 +130,10 @@ TABLES: dict[str, pa.Schema] = {
     "probes": PROBES,
     "rounds": ROUNDS,
 }  # rounds last: it marks a finished document
-NON_NEGATIVE = ("draft_us", "verify_us", "select_us", "host_us", "median_us", "p10_us", "p90_us", "entropy_nats")
+NON_NEGATIVE = (
+    "draft_us", "verify_us", "select_us", "host_us", "transfer_us", "exposed_us", "median_us", "p10_us", "p90_us",
+    "entropy_nats",
+)  # fmt: skip
 KEYS: dict[str, tuple[str, ...]] = {
     "rounds": ("doc", "round"),
     "drafts": ("doc", "round", "position", "arm", "depth"),

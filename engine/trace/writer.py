@@ -59,7 +59,9 @@ def write_costs(out: Path, meta: dict[str, Any], rows: list[dict[str, Any]]) -> 
 
 def write_table(path: Path, columns: Columns, schema: pa.Schema) -> None:
     """Write columns as one Parquet file of exactly this schema, atomically."""
-    arrays = [pa.array(columns[field.name], type=field.type, from_pandas=False) for field in schema]
+    count = len(next(iter(columns.values())))
+    later = {name: [value] * count for name, value in LATER_COLUMNS.items()}
+    arrays = [pa.array({**later, **columns}[field.name], type=field.type, from_pandas=False) for field in schema]
     write_parquet(path, pa.Table.from_arrays(arrays, schema=schema))
 
 

@@ -113,7 +113,10 @@ def run(settings: Mapping[str, Any], job: Job | None = None) -> dict[str, Any]:
                 tables["drafts"] = dense_table(document.index, record_dense(sequences, b, arms, s.k_max))
             if probed:
                 found = record_probes(sequences, written[b], probed, s.probe)
-                found["doc"] = [document.index] * len(found["position"])
+                found |= {
+                    "doc": [document.index] * len(found["position"]),
+                    "hidden_cosine": [None] * len(found["position"]),
+                }
                 own = tables.get("probes", {})
                 tables["probes"] = {name: [*own.get(name, ()), *column] for name, column in found.items()}
             writer.write(document.index, tables)

@@ -1,6 +1,7 @@
 """Fidelity of lossy output, against a plain statement of it: one full pass over the finished text, a row a token."""
 
 import json
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -43,7 +44,7 @@ def prefilled(decoder, policy):
     return s, prompts
 
 
-def test_every_token_is_judged_by_full_logits_of_the_same_text(decoder, full_logits, monkeypatch):
+def test_every_token_is_judged_by_full_logits_of_the_same_text(decoder, full_logits, make_attend):
     policy = policy_from_mapping(LOSSY)
     s, prompts = prefilled(decoder, policy)
     plain = plain_output(s, [0, 1])
@@ -53,10 +54,11 @@ def test_every_token_is_judged_by_full_logits_of_the_same_text(decoder, full_log
 
     s.rewind()
     decoding = Decoding(s, policy, Sampling(), [0, 1], keep_logits=True)
-    kept, since = [[], []], [[], []]
+    kept, states, since = [[], []], [[], []], [[], []]
     for played in decoding.rounds():
         for b, emitted in enumerate(played.emitted):
             kept[b] += list(decoding.logits[b, : len(emitted)].clone())
+            states[b] += list(decoding.states.kept[b, : len(emitted)].clone())
             since[b] += [played.rounds_since_full] * len(emitted)
     for b, one in enumerate(found):
         text, start = s.tokens[b], len(prompts[b])
@@ -66,6 +68,11 @@ def test_every_token_is_judged_by_full_logits_of_the_same_text(decoder, full_log
         expected = (log_full.exp() * (log_full - log_own)).sum(-1)
         assert np.allclose(one.kl_nats, expected.numpy(), atol=1e-4)
         assert one.rounds_since_full.tolist() == since[b]
+        at, last = torch.arange(len(text))[None], decoder.config.layers - 1
+        exact = decoder.forward_with_taps(torch.tensor([text]), at, make_attend(), (last,))[1][0, 0, start - 1 : -1]
+        own = torch.stack(states[b])  # [N, hidden]
+        expected = (exact * own).sum(-1) / exact.norm(dim=-1) / own.norm(dim=-1)
+        assert np.allclose(one.hidden_cosine, expected.numpy(), atol=1e-4)
         ours, theirs = text[start:], plain[b][start:]
         assert one.agreeing_tokens == sum(a == c for a, c in zip(ours, theirs))
         assert ours[: one.prefix_tokens] == theirs[: one.prefix_tokens]
@@ -75,6 +82,11 @@ def test_every_token_is_judged_by_full_logits_of_the_same_text(decoder, full_log
     assert said["kl_nats"] > 0.01
     assert said["kl_tokens"] == 62
     assert said["prefix_frac"] < 1.0
+    ages = {age.pop("rounds_since_full"): age for age in said["drift"]}
+    assert sorted(ages) == [0, 1, 2]
+    assert sum(age["tokens"] for age in ages.values()) == 62
+    assert ages[0]["hidden_cosine"] > 1 - 1e-5 > ages[1]["hidden_cosine"] > 0
+    assert sum(age["kl_nats"] * age["tokens"] for age in ages.values()) == pytest.approx(62 * said["kl_nats"], rel=1e-4)
     full_rounds = np.concatenate([f.kl_nats[f.rounds_since_full == 0] for f in found])
     assert full_rounds.max() < 1e-3 < np.concatenate([f.kl_nats[f.rounds_since_full > 0] for f in found]).max()
 
@@ -112,12 +124,29 @@ def test_record_files_probes_and_modes(shared, tmp_path):
     probes, outputs = trace.probes.to_pylist(), trace.outputs.to_pylist()
     assert [(p["doc"], p["position"]) for p in probes] == [(o["doc"], o["position"]) for o in outputs]
     assert {p["arr"] for p in probes} == {None}
+    assert all(0.0 < p["hidden_cosine"] < 1.0001 for p in probes)
+    rounds = trace.rounds.to_pylist()
+    after = [(r["mode"], r["recomputed"], before["rounds_since_full"]) for before, r in pairwise(rounds)]
+    assert {rows > 0 for mode, rows, since in after if mode == "full" and since} == {True}
+    assert {rows for mode, rows, _ in after if mode == "partial"} == {0}
+    assert {(r["transfer_us"], r["exposed_us"]) for r in rounds} == {(None, None)}
     share = sum(p["top1_match"] for p in probes) / len(probes)
     assert found["fidelity"]["top1_agreement"] == pytest.approx(share)
     plain_trace = record.run({**shared, "policy": LOSSY, "out": str(tmp_path / "u")})
     assert "fidelity" not in plain_trace
     assert read_trace(tmp_path / "u").probes.num_rows == 0
     assert read_trace(tmp_path / "u").outputs.equals(trace.outputs)
+
+
+def test_record_files_how_long_full_rounds_moved_keys_from_host_memory(shared, tmp_path):
+    policy = {**LOSSY, "kv": {"where": "host"}, "verify_kv": {**LOSSY["verify_kv"], "refresh": "full"}}
+    workload = {**shared["workload"], "documents": 1}
+    record.run({**shared, "workload": workload, "policy": policy, "out": str(tmp_path / "t")})
+    rounds = read_trace(tmp_path / "t").rounds.to_pylist()
+    assert {r["mode"] for r in rounds} == {"full", "partial"}
+    for r in rounds:
+        assert (r["transfer_us"] is None) == (r["exposed_us"] is None) == (r["mode"] == "partial")
+    assert all(0.0 < r["exposed_us"] <= r["transfer_us"] for r in rounds if r["mode"] == "full"), "a CPU waits for all"
 
 
 @pytest.mark.parametrize(

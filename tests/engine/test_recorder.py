@@ -52,7 +52,7 @@ def row_by_row(given, rounds):
                 **head, "context_tokens": r.context_tokens[b], "batch": len(given), "k": r.k[b],
                 "accepted": r.accepted[b], "emitted": len(r.emitted[b]), "mode": PLAIN if r.plain else FULL,
                 "rounds_since_full": 0, "draft_us": r.draft_us, "verify_us": r.verify_us, "select_us": r.select_us,
-                "host_us": r.host_us,
+                "host_us": r.host_us, "recomputed": 0, "transfer_us": None, "exposed_us": None,
             }  # fmt: skip
             for name, value in row.items():
                 tables[b]["rounds"][name].append(value)
