@@ -83,8 +83,14 @@ class Tokenizer:
         return bool(self._backend.get_vocab() == other._backend.get_vocab())
 
     def encode(self, text: str, *, add_special: bool = False) -> list[int]:
-        """Ids of `text`. Special tokens written in it become their ids, as in transformers; add_special adds BOS."""
-        return list(self._backend.encode(text, add_special_tokens=add_special).ids)
+        """Ids of `text`. Special tokens written in it become their ids, as in transformers; add_special adds BOS.
+
+        Raises UserError where it holds half a character, as JSON's \\ud800 or an argument that is not UTF-8 makes.
+        """
+        try:
+            return list(self._backend.encode(text, add_special_tokens=add_special).ids)
+        except TypeError:
+            raise UserError(f"a text is not valid Unicode: {text!r}"[:120], "give UTF-8 text") from None
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
         """Text of `ids`; bytes that are not UTF-8 come out as U+FFFD, ids beyond the vocabulary as nothing."""

@@ -94,7 +94,7 @@ def _rows(path: Path, text: str) -> list[tuple[int, dict[str, Any]]]:
             continue
         try:
             row = json.loads(raw)
-        except ValueError as e:
+        except (ValueError, RecursionError) as e:
             raise UserError(f"{path} line {line} is not JSON ({e})", "mend or remove that line") from e
         field = next((name for name in FIELDS if name in row), None) if isinstance(row, dict) else None
         if field is None:

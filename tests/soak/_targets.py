@@ -9,6 +9,7 @@ from pathlib import Path
 import gguf
 import torch
 from _edits import edited, reshaped
+from _texts import text_targets
 from _tiny import CONFIG, tiny_model
 from gguf.quants import quantize
 from safetensors.torch import load_file, save_file
@@ -104,6 +105,7 @@ def targets(folder: Path) -> dict[str, Target]:
         "eagle config": (eagle / "config.json", reshaped, lambda: load_head(eagle, model.decoder), 2),
         "eagle tensors": (eagle / "model.safetensors", edited, lambda: load_head(eagle, model.decoder), 1),
         "eagle pickled": (bins / "pytorch_model.bin", edited, lambda: load_head(bins, model.decoder), 2),
+        **text_targets(folder / "texts"),
     }  # fmt: skip
     return {name: Target(path, edit, read, n, path.read_bytes()) for name, (path, edit, read, n) in made.items()}
 

@@ -18,8 +18,19 @@ from specdial.engine.weights.hf import weight_files
 from specdial.policies.errors import UserError
 from specdial.policies.file import parse_policy
 from specdial.policies.schema import policy_from_mapping
+from specdial.simulator.importers.prompts import Prompt, write_prompts
 
-QUICK = ("config", "config text", "gguf header", "policy", "safetensors", "safetensors index", "trace meta")
+QUICK = (
+    "import aiperf",
+    "prompts",
+    "config",
+    "config text",
+    "gguf header",
+    "policy",
+    "safetensors",
+    "safetensors index",
+    "trace meta",
+)
 
 
 @pytest.fixture(scope="module")
@@ -56,6 +67,15 @@ def test_a_shard_that_is_no_file_of_the_folder_is_refused(readers, tmp_path, nam
 def test_a_policy_whose_name_would_leave_its_directory_is_refused(name):
     with pytest.raises(UserError, match="name is"):
         policy_from_mapping({"name": name})
+
+
+def test_half_a_character_is_refused_wherever_text_comes_in(tmp_path):
+    """JSON can write it, an argument that is not UTF-8 becomes it, and neither UTF-8 nor a tokenizer takes it."""
+    with pytest.raises(UserError, match="not valid Unicode"):
+        Tokenizer.of_bytes().encode("a\ud800")
+    with pytest.raises(UserError, match="prompt 2 is not valid Unicode"):
+        write_prompts(tmp_path / "out.jsonl", [Prompt({"text": "a"}), Prompt({"text": "\ud800"})])
+    assert list(tmp_path.iterdir()) == []
 
 
 HOSTILE = [
