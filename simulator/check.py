@@ -29,6 +29,8 @@ class AcceptanceCheck:
 
 def check_acceptance(record: Record, fit_split: str, held_split: str, seed: int = 0) -> AcceptanceCheck:
     """Score the hazard model on held-out documents and the budget model on left-out budgets."""
+    if not record.arms:
+        return AcceptanceCheck(fit_split, held_split, None, ())
     fitted, held = judged_drafts(record, fit_split), judged_drafts(record, held_split)
     score = None
     if len(fitted.label) and len(held.label) and fit_split != held_split:

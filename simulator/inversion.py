@@ -14,6 +14,7 @@ from specdial.simulator.costs import CostModel
 from specdial.simulator.lanes import Record
 from specdial.simulator.outcome import Outcome
 from specdial.simulator.replay import replay
+from specdial.simulator.support import Level
 
 Floats = npt.NDArray[np.float64]
 
@@ -22,7 +23,8 @@ Floats = npt.NDArray[np.float64]
 class Inversion:
     """One (arm, k). tail: share of recorded positions whose first k drafts would all be accepted.
 
-    crossover_alpha, crossover_gamma: the value of the one that breaks even with plain decoding, the other as measured.
+    level, low, high: of the speedup, see Outcome; documents: how many carried it. crossover_alpha, crossover_gamma:
+    the value of the one that breaks even with plain decoding, the other as measured.
     """
 
     arm: int
@@ -38,9 +40,21 @@ class Inversion:
     best: bool
     crossover_alpha: float | None
     crossover_gamma: float | None
+    level: Level
+    low: float | None
+    high: float | None
+    documents: int
 
 
-def inversion_table(record: Record, costs: CostModel, split: str | None = None, batch: int = 1) -> list[Inversion]:
+def inversion_table(
+    record: Record,
+    costs: CostModel,
+    split: str | None = None,
+    batch: int = 1,
+    *,
+    bootstrap: int = 0,
+    seed: int = 0,
+) -> list[Inversion]:
     """Replay fixed k = 1..k_max on every arm; arms whose costs are unknown are left out."""
     rows: list[Inversion] = []
     for place, arm in enumerate(record.arms):
@@ -55,7 +69,7 @@ def inversion_table(record: Record, costs: CostModel, split: str | None = None, 
             )
             for k in range(1, record.k_max + 1)
         ]
-        outcomes = replay(record, costs, policies, split, batch, bootstrap=0)
+        outcomes = replay(record, costs, policies, split, batch, bootstrap=bootstrap, seed=seed)
         if all(outcome.level != "refused" for outcome in outcomes):
             rows += _rows(int(arm["arm"]), outcomes, tail_acceptance(record, place, split))
     return rows
@@ -103,6 +117,10 @@ def _rows(arm: int, outcomes: list[Outcome], tail: Floats) -> list[Inversion]:
                 best=i == best,
                 crossover_alpha=None if ratio is None else crossover_alpha(k, gamma, ratio),
                 crossover_gamma=None if ratio is None else crossover_gamma(k, alpha, ratio),
+                level=outcome.level,
+                low=outcome.low,
+                high=outcome.high,
+                documents=len(outcome.documents),
             )
         )
     return rows

@@ -27,14 +27,13 @@ def print_outcomes(outcomes: Sequence[Outcome], title: str) -> None:
     for name in ("tok/round", "alpha", "gamma", "k", "budget", "us/token", "KV MB/token"):
         table.add_column(name, justify="right")
     for o in outcomes:
-        interval = f"{o.low:.2f}-{o.high:.2f}" if o.low is not None and o.high is not None else "-"
         bytes_text = number(None if o.kv_bytes_per_token is None else o.kv_bytes_per_token / 1e6, 1)
         table.add_row(
             o.policy.name,
             "yes" if o.lossless else "NO",
             o.level + ("*" if o.extrapolated_frac else ""),
             number(o.speedup, 3),
-            interval,
+            interval(o.low, o.high),
             number(o.tokens_per_round, 2),
             number(o.alpha, 3),
             number(o.gamma, 3),
@@ -62,6 +61,8 @@ def print_inversion(rows: Sequence[Inversion]) -> None:
         "budget",
         "k",
         "speedup",
+        "95 %",
+        "level",
         "accepted",
         "alpha",
         "tail",
@@ -79,6 +80,8 @@ def print_inversion(rows: Sequence[Inversion]) -> None:
             str(r.budget),
             str(r.k),
             number(r.speedup, 3),
+            interval(r.low, r.high),
+            r.level,
             number(r.accepted, 2),
             number(r.alpha, 3),
             number(r.tail, 3),
@@ -96,7 +99,7 @@ def print_surface(corners: Sequence[Corner]) -> None:
     if not corners:
         return
     batches = sorted({corner.batch for corner in corners})
-    table_console().print("best fixed k (its speedup) by context and batch, acceptance as recorded")
+    table_console().print("best fixed k (its speedup, 95 %) by context and batch, acceptance as recorded")
     table = Table()
     table.add_column("context", justify="right")
     for batch in batches:
@@ -112,8 +115,11 @@ def print_surface(corners: Sequence[Corner]) -> None:
 
 
 def corner_text(corner: Corner | None) -> str:
-    """k (speedup), starred where extrapolated, a dash where the costs are unknown."""
-    return "-" if corner is None else f"{corner.k} ({corner.speedup:.2f}){'*' if corner.extrapolated else ''}"
+    """k (speedup, its interval), starred where extrapolated, a dash where the costs are unknown."""
+    if corner is None:
+        return "-"
+    inner = f"{corner.speedup:.2f}" + ("" if corner.low is None else f", {interval(corner.low, corner.high)}")
+    return f"{corner.k} ({inner}){'*' if corner.extrapolated else ''}"
 
 
 def print_costs(costs: CostModel) -> None:
@@ -154,6 +160,11 @@ def breakdown_text(outcome: Outcome) -> str:
         return "-"
     parts = sorted(outcome.breakdown.items(), key=lambda part: -part[1])
     return " ".join(f"{term} {us / outcome.us_per_token:.0%}" for term, us in parts if us > 0.0)
+
+
+def interval(low: float | None, high: float | None) -> str:
+    """A 95 % interval, or a dash where there is none."""
+    return "-" if low is None or high is None else f"{low:.2f}-{high:.2f}"
 
 
 def number(value: float | None, digits: int) -> str:

@@ -13,6 +13,7 @@ from specdial.policies.errors import UserError
 from specdial.policies.fields import parse, setting, to_plain
 from specdial.policies.file import load_policy, policy_digest, save_policy
 from specdial.policies.schema import Policy, policy_from_mapping
+from specdial.simulator.check import AcceptanceCheck, check_acceptance
 from specdial.simulator.costs import CostModel
 from specdial.simulator.crossover import Corner, crossover_surface
 from specdial.simulator.expected import expected_block
@@ -23,7 +24,7 @@ from specdial.simulator.load import caveats, load_costs, marked, trace_digest
 from specdial.simulator.lossy_tables import print_fidelity, print_lossy
 from specdial.simulator.outcome import Outcome
 from specdial.simulator.replay import replay
-from specdial.simulator.tables import print_costs, print_inversion, print_outcomes, print_surface
+from specdial.simulator.tables import print_acceptance, print_costs, print_inversion, print_outcomes, print_surface
 from specdial.simulator.whatif import on_other_hardware
 
 SCHEMA = "specdial/replay/1"
@@ -54,13 +55,14 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class _Result:
-    """What one replay found."""
+    """What one replay found. check: of the acceptance models, where an outcome is modelled."""
 
     record: Record
     costs: CostModel
     outcomes: list[Outcome]
     inversions: list[Inversion] = field(default_factory=list)
     surface: list[Corner] = field(default_factory=list)
+    check: AcceptanceCheck | None = None
 
 
 def run(settings: dict[str, Any]) -> dict[str, Any]:
@@ -75,10 +77,16 @@ def run(settings: dict[str, Any]) -> dict[str, Any]:
     record = read_record(read_trace(s.trace))
     costs = on_other_hardware(load_costs(s.costs, record.trace), s.bandwidth_ratio, s.compute_ratio)
     outcomes = replay(record, costs, policies, s.split, s.batch, bootstrap=s.bootstrap, seed=s.seed)
-    inversions = inversion_table(record, costs, s.split, s.batch) if s.inversion else []
-    contexts = [round(context) for context in costs.contexts()]
-    surface = crossover_surface(record, costs, contexts, costs.batches(), s.split) if s.inversion else []
-    result = _Result(record, costs, outcomes, inversions, surface)
+    inversions: list[Inversion] = []
+    surface: list[Corner] = []
+    if s.inversion:
+        resampled = {"bootstrap": s.bootstrap, "seed": s.seed}
+        inversions = inversion_table(record, costs, s.split, s.batch, **resampled)
+        contexts = [round(context) for context in costs.contexts()]
+        surface = crossover_surface(record, costs, contexts, costs.batches(), s.split, **resampled)
+    modelled = any(o.level == "modelled" for o in outcomes)
+    check = check_acceptance(record, "train", _unseen(record), s.seed) if modelled else None
+    result = _Result(record, costs, outcomes, inversions, surface, check)
     title = f"replay of {record.trace.path.name}, split {s.split or 'all'}, batch {s.batch}"
     title = marked(title, caveats(record.trace, costs))
     lossless, lossy = ([o for o in outcomes if o.lossless is kind] for kind in (True, False))
@@ -92,6 +100,8 @@ def run(settings: dict[str, Any]) -> dict[str, Any]:
         print_inversion(inversions)
         print_surface(surface)
     print_costs(costs)
+    if check is not None:
+        print_acceptance(check)
     document = _document(s, result)
     if s.out is not None:
         claim_directory(Path(s.out), "replay", to_plain(s))
@@ -104,6 +114,11 @@ def run(settings: dict[str, Any]) -> dict[str, Any]:
         "inversion": document["inversion"],
         "surface": document["surface"],
     }
+
+
+def _unseen(record: Record) -> str:
+    """The split on which a fit to the train documents is scored."""
+    return "validation" if (record.documents.split == "validation").any() else "test"
 
 
 def resolve_policy(value: object, number: int = 0) -> Policy:
@@ -151,5 +166,6 @@ def _document(s: Settings, result: _Result) -> dict[str, Any]:
         "fidelity_model": describe(result.record.fidelity) if result.record.fidelity is not None else [],
         "inversion": [to_plain(inversion) for inversion in result.inversions],
         "surface": [to_plain(corner) for corner in result.surface],
+        "acceptance_check": to_plain(result.check),
         "provenance": provenance(),
     }

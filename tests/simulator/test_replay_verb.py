@@ -35,9 +35,30 @@ def test_it_returns_and_writes_the_same_numbers(settings, tmp_path, capsys):
         assert sum(row["best"] for row in rows) == 1
         tails = [row["tail"] for row in rows]
         assert tails == sorted(tails, reverse=True)
+    for row in (*result["inversion"], *(c for c in result["surface"] if c["k"])):
+        assert row["low"] < row["speedup"] < row["high"]
+    assert {(row["level"], row["documents"]) for row in result["inversion"]} == {("exact", 6)}
+    assert {c["level"] for c in result["surface"] if c["batch"] > 1 or c["context_tokens"] == 256} == {"modelled"}
     printed = capsys.readouterr().out
     assert "four" in printed
     assert "lossless" in printed
+    assert "log-loss" not in printed
+    assert written["acceptance_check"] is None
+
+
+def test_what_is_modelled_says_how_well_the_model_does_on_held_out_documents(settings, tmp_path, capsys):
+    between = {**FIXED, "name": "between", "draft_kv": {**KV, "budget": 192}}
+    run({**settings, "policies": [FIXED, between], "out": str(tmp_path / "out")})
+    written = json.loads((tmp_path / "out" / "replay.json").read_text())
+    assert [o["level"] for o in written["outcomes"]] == ["exact", "modelled"]
+    check = written["acceptance_check"]
+    assert (check["fitted_on"], check["scored_on"]) == ("train", "validation")
+    hazard = check["hazard"]
+    assert hazard["log_loss"] < hazard["base_log_loss"]
+    assert sum(count for *_, count in hazard["reliability"]) == hazard["n"]
+    printed = " ".join(capsys.readouterr().out.split())
+    assert f"log-loss {hazard['log_loss']:.3f}" in printed
+    assert f"calibration error {hazard['expected_calibration_error']:.3f}" in printed
 
 
 def test_what_was_not_real_is_said_with_every_result(settings, tmp_path, capsys):

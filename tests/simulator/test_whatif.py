@@ -5,7 +5,7 @@ import pytest
 
 from specdial.policies.errors import UserError
 from specdial.simulator.costs import CostModel
-from specdial.simulator.crossover import crossover_surface, mean_accepted
+from specdial.simulator.crossover import crossover_surface, kept
 from specdial.simulator.lanes import read_record
 from specdial.simulator.measured import Measured
 from specdial.simulator.replay import replay
@@ -60,7 +60,8 @@ def test_plain_wins_where_drafting_grows_dear(trace, costs):
 
 
 def test_accepted_drafts_grow_with_k_and_budget(trace):
-    accepted = mean_accepted(read_record(trace))
+    found = kept(read_record(trace))
+    accepted = {place: each.tokens_per_round - 1.0 for place, each in found.items()}
     assert accepted[1, 1] <= accepted[1, 8]
     assert accepted[0, 8] < accepted[1, 8]  # arms of 128 and 256 keys
     assert set(accepted) == {(arm, k) for arm in (0, 1) for k in range(1, 9)}
