@@ -42,6 +42,7 @@ _NAMES = {
     "lm_head": ("lm_head",),
 }
 _SCALE = ".weight_scale"  # behind the name of a matrix in 8 bits: its scales [rows, 1]
+_FOLLOWS = "specdial_rope_of_target"  # in config.json, ours: its RoPE is the target's
 _REFUSED = ("norm_before_residual", "norm_before_fc", "norm_output", "fc_norm")  # heads that compute otherwise
 
 
@@ -136,8 +137,7 @@ def _config(raw: Mapping[str, Any], name: str, target: ModelConfig, tensors: Map
     layer = ModelConfig.from_hf(plain, name=name)
     if layer.vocab != target.vocab:
         raise UserError(f"{name}: its vocabulary is {layer.vocab}, {target.name} has {target.vocab}", _OTHER_TARGET)
-    if not any(key in raw for key in ("rope_theta", "rope_scaling", "rope_parameters")):
-        layer = replace(layer, rope=target.rope)
+    layer = replace(layer, rope=_rope_beside(layer.rope, target.rope, follows=raw.get(_FOLLOWS) is True))
     taps = _taps(raw, name, target)
     target_hidden = raw.get("target_hidden_size") or target.hidden
     if target_hidden != target.hidden:
@@ -146,6 +146,16 @@ def _config(raw: Mapping[str, Any], name: str, target: ModelConfig, tensors: Map
     if isinstance(draft_vocab, bool) or not isinstance(draft_vocab, int) or not 0 < draft_vocab <= layer.vocab:
         raise UserError(f"{name}: draft_vocab_size is {draft_vocab!r}, of {layer.vocab} tokens", AGAIN)
     return HeadConfig(layer, target.hidden, draft_vocab, taps)
+
+
+def _rope_beside(own: RopeConfig, target: RopeConfig, *, follows: bool) -> RopeConfig:
+    """A head's RoPE: its config's, where that says nothing plain RoPE of base 10,000, as EAGLE computes it.
+
+    follows: its config says that it takes the target's. It also does if it was trained for the target as it was before
+    YaRN extended its context: plain RoPE of the same base.
+    """
+    before = own.kind == "default" and own.theta == target.theta
+    return target if follows or (before and target.kind == "yarn") else own
 
 
 def _taps(raw: Mapping[str, Any], name: str, target: ModelConfig) -> tuple[int, ...]:
@@ -229,9 +239,9 @@ def _token_ids(tensors: Mapping[str, Tensor], config: HeadConfig, model: str) ->
 
 
 def _rope(rope: RopeConfig) -> dict[str, Any]:
-    """RoPE as config.json spells it; nothing for factors, which it cannot: the head then takes the target's."""
+    """RoPE as config.json spells it; where it cannot spell factors, that the head takes the target's."""
     if rope.kind == "factors":
-        return {}
+        return {_FOLLOWS: True}
     scaling: dict[str, Any] = {"rope_type": rope.kind, "factor": rope.factor}
     if rope.kind in ("llama3", "yarn"):
         scaling["original_max_position_embeddings"] = rope.original_context_tokens

@@ -145,14 +145,31 @@ def test_layers_that_are_read(decoder, folder):
     assert load_head(changed(folder, config={"aux_hidden_state_layer_ids": None}), decoder).config.taps == (2, 1, 0)
 
 
-def test_rope_is_its_own_or_else_the_targets(decoder, folder):
+def test_rope_is_its_own_or_else_eagles_and_follows_a_targets_yarn(decoder, folder):
+    def beside(rope):
+        target = decoder.__class__(
+            replace(decoder.config, rope=rope), decoder.embedding, [], decoder.norm, decoder.head
+        )
+        return load_head(folder, target)
+
+    def of_head(**config):
+        changed(folder, config={"rope_theta": None, "rope_scaling": None} | config)
+
     yarn = RopeConfig(theta=5e5, kind="yarn", factor=4.0, original_context_tokens=128)
-    target = decoder.__class__(replace(decoder.config, rope=yarn), decoder.embedding, [], decoder.norm, decoder.head)
-    assert load_head(folder, target).config.layer.rope.kind == "default"
-    assert load_head(changed(folder, config={"rope_theta": None}), target).config.layer.rope == yarn
-    head = load_head(folder, target)
+    of_head(rope_theta=2e4)
+    assert (beside(yarn).config.layer.rope.kind, beside(yarn).config.layer.rope.theta) == ("default", 2e4)
+    of_head(rope_theta=5e5)
+    assert beside(yarn).config.layer.rope == yarn, "trained before the target was extended"
+    assert beside(replace(yarn, kind="linear")).config.layer.rope.kind == "default"
+    head = beside(yarn)
     save_head(folder, head)
     assert load_head(folder, decoder).config.layer.rope == yarn
+    of_head()
+    assert (beside(yarn).config.layer.rope.kind, beside(yarn).config.layer.rope.theta) == ("default", 1e4)
+    factors = RopeConfig(theta=5e5, kind="factors", freq_factors=(1.0,) * 8)
+    layer = replace(head.config.layer, rope=factors)
+    save_head(folder, EagleHead(replace(head.config, layer=layer), head.weights, head.token_ids, head.embedding))
+    assert beside(factors).config.layer.rope == factors
 
 
 def test_an_embedding_of_its_own(decoder, folder):
