@@ -31,7 +31,7 @@ def parse(cls: type[T], value: object, where: str = "") -> T:
     """Build `cls` from a mapping of its fields, recursively. Raises UserError naming the dotted path of the fault."""
     if not isinstance(value, Mapping):
         raise UserError(
-            f"{where or cls.__name__} must be a mapping, got {_show(value)}",
+            f"{where or cls.__name__} must be a mapping, got {shown(value)}",
             "write it as key: value pairs",
             field=where,
         )
@@ -83,28 +83,28 @@ def _convert(hint: Any, value: object, path: str) -> Any:
     if origin is Literal:
         if not any(type(value) is type(option) and value == option for option in get_args(hint)):
             options_text = ", ".join(map(str, get_args(hint)))
-            raise UserError(f"{path} is {_show(value)}", f"use one of {options_text}", field=path)
+            raise UserError(f"{path} is {shown(value)}", f"use one of {options_text}", field=path)
         return value
     if origin is tuple:
         if not isinstance(value, (list, tuple)):
-            raise UserError(f"{path} must be a list, got {_show(value)}", "write it as [a, b, ...]", field=path)
+            raise UserError(f"{path} must be a list, got {shown(value)}", "write it as [a, b, ...]", field=path)
         return tuple(_convert(get_args(hint)[0], item, f"{path}[{i}]") for i, item in enumerate(value))
     if origin is dict:
         if not isinstance(value, Mapping):
-            raise UserError(f"{path} must be a mapping, got {_show(value)}", "write it as key: value pairs", field=path)
+            raise UserError(f"{path} must be a mapping, got {shown(value)}", "write it as key: value pairs", field=path)
         return _plain_data(value, path)
     if dataclasses.is_dataclass(hint):
         return parse(typing.cast(type, hint), value, path)
     if hint is float:
         if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise UserError(f"{path} must be a number, got {_show(value)}", "give a finite number", field=path)
+            raise UserError(f"{path} must be a number, got {shown(value)}", "give a finite number", field=path)
         return _finite(value, path)
     if hint is int and (isinstance(value, bool) or not isinstance(value, int)):
-        raise UserError(f"{path} must be a whole number, got {_show(value)}", "give a whole number", field=path)
+        raise UserError(f"{path} must be a whole number, got {shown(value)}", "give a whole number", field=path)
     if hint is bool and not isinstance(value, bool):
-        raise UserError(f"{path} must be true or false, got {_show(value)}", "write true or false", field=path)
+        raise UserError(f"{path} must be true or false, got {shown(value)}", "write true or false", field=path)
     if hint is str and not isinstance(value, str):
-        raise UserError(f"{path} must be text, got {_show(value)}", "give a text value", field=path)
+        raise UserError(f"{path} must be text, got {shown(value)}", "give a text value", field=path)
     return value
 
 
@@ -114,7 +114,7 @@ def _finite(value: int | float, path: str) -> float:
     except OverflowError:
         number = math.inf
     if not math.isfinite(number):
-        raise UserError(f"{path} is {_show(value)}", "give a finite number", field=path)
+        raise UserError(f"{path} is {shown(value)}", "give a finite number", field=path)
     return number
 
 
@@ -123,7 +123,7 @@ def _plain_data(value: object, path: str) -> Any:
     if isinstance(value, Mapping):
         for key in value:
             if not isinstance(key, str):
-                raise UserError(f"{path} has the key {_show(key)}", "use text for keys", field=path)
+                raise UserError(f"{path} has the key {shown(key)}", "use text for keys", field=path)
         return {key: _plain_data(item, _join(path, key)) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [_plain_data(item, f"{path}[{i}]") for i, item in enumerate(value)]
@@ -131,7 +131,7 @@ def _plain_data(value: object, path: str) -> Any:
         return _finite(value, path)
     if value is None or isinstance(value, (bool, int, str)):
         return value
-    raise UserError(f"{path} is {_show(value)}", "give text, numbers, lists or mappings", field=path)
+    raise UserError(f"{path} is {shown(value)}", "give text, numbers, lists or mappings", field=path)
 
 
 def _check_range(value: Any, bounds: Mapping[str, Any], path: str) -> None:
@@ -150,6 +150,7 @@ def _join(where: str, name: str) -> str:
     return f"{where}.{name}" if where else name
 
 
-def _show(value: object) -> str:
+def shown(value: object) -> str:
+    """A value as messages show it, at most 60 characters of it."""
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."

@@ -14,7 +14,7 @@ import yaml
 
 from specdial.policies.artifact import write_text_atomic
 from specdial.policies.errors import UserError
-from specdial.policies.fields import to_plain
+from specdial.policies.fields import shown, to_plain
 from specdial.policies.plain_yaml import read_plain
 from specdial.policies.schema import SCHEMA, Policy, policy_from_mapping
 
@@ -52,7 +52,7 @@ def parse_policy(text: str) -> Policy:
         raise UserError("a policy file must be a mapping at line 1", "write key: value pairs")
     found = content.pop("schema", None)
     if found != SCHEMA:
-        cause = f"policy schema is {_shown(found)} at line {lines.get('schema', 1)}"
+        cause = f"policy schema is {shown(found)} at line {lines.get('schema', 1)}"
         raise UserError(cause, f"this version reads {SCHEMA!r}", field="schema")
     if "digest" in content:
         _check_seal(content.pop("digest"), text, lines["digest"])
@@ -67,7 +67,7 @@ def parse_policy(text: str) -> Policy:
         line = _line_of(error.field, lines)
         raise UserError(f"{error.cause} (line {line})", error.remedy, field=error.field) from None
     if claimed is not None and claimed is not policy.lossless:
-        cause = f"lossless is {_shown(claimed)} at line {lines['lossless']} but its settings make it {policy.lossless}"
+        cause = f"lossless is {shown(claimed)} at line {lines['lossless']} but its settings make it {policy.lossless}"
         raise UserError(cause, "delete that line; it is computed", field="lossless")
     return policy
 
@@ -123,11 +123,6 @@ def _check_stamp(policy: Policy) -> None:
             "tune it again, or delete expected, measured and provenance",
             field="provenance.policy_digest",
         )
-
-
-def _shown(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
 
 
 def _line_of(path: str | None, lines: dict[str, int]) -> int:

@@ -183,9 +183,7 @@ class CostModel:
         self, op: str, context_tokens: npt.ArrayLike, batch: int, k: npt.ArrayLike, budget: npt.ArrayLike
     ) -> Floats:
         c, ks, b = np.broadcast_arrays(np.asarray(context_tokens, np.float64), np.asarray(k), np.asarray(budget))
-        values = [
-            self.at(op, float(x), batch, int(y), int(z))[0] for x, y, z in zip(c.flat, ks.flat, b.flat, strict=True)
-        ]
+        values = [self.at(op, float(x), batch, int(y), int(z))[0] for x, y, z in zip(c.flat, ks.flat, b.flat)]
         return np.array(values, np.float64).reshape(c.shape)
 
 

@@ -1,6 +1,7 @@
 """What lowering is predicted to lose, where predictions can tell, and options that a target does not use."""
 
 import typing
+from types import SimpleNamespace
 
 import pytest
 
@@ -9,6 +10,7 @@ from specdial.policies.errors import UserError
 from specdial.policies.exporters import EXPORTERS, Options
 from specdial.policies.exporters.loss import predicted_loss
 from specdial.policies.exporters.options import ENGINES, USES
+from specdial.policies.exporters.rows import Row
 from specdial.policies.schema import policy_from_mapping
 
 LOOKUP = {"name": "l", "drafter": {"kind": "lookup"}, "controller": {"kind": "fixed", "k": 6}}
@@ -101,3 +103,22 @@ class TestOptions:
 
     def test_every_listed_option_exists(self):
         assert set(USES) <= set(Options.__slots__)
+
+
+def test_selections_matter_where_they_are_read():
+    """A lookup drafter reads none, so its policies act alike whatever it is, unless they verify over one."""
+    rows = (Row("all", "controller", "approximated", "k"),)
+
+    def lowered_speedup(one, other):
+        """What the first is predicted to do when lowered to the second."""
+        policy = policy_from_mapping({**one, "expected": {**TestLoss.SAME, "speedup": 1.5}})
+        lowered = SimpleNamespace(rows=rows, effective=policy_from_mapping(other))
+        return predicted_loss(policy, lowered, []).lowered
+
+    partial = {"mode": "partial", "full_period": 4}
+    lossy, less = {**LOOKUP, "verify_kv": partial}, {**LOOKUP, "verify_kv": {**partial, "full_period": 8}}
+    assert lowered_speedup(lossy, lossy) == 1.5
+    assert lowered_speedup(lossy, less) is None
+    assert lowered_speedup(LOOKUP, {**LOOKUP, "name": "other"}) == 1.5
+    assert lowered_speedup(SPARSE, SPARSE) == 1.5
+    assert lowered_speedup(SPARSE, {**SPARSE, "draft_kv": {"budget": 96}}) is None

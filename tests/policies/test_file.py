@@ -331,3 +331,13 @@ def test_an_empty_policy_is_plain_and_a_file_of_nothing_but_its_schema_was_cut()
     assert (Policy().k_max, Policy().lossless) == (0, True)
     with pytest.raises(UserError, match="policy ends after its schema at line 1"):
         parse_policy(f"schema: {SCHEMA}\n")
+
+
+def test_a_policy_file_has_at_most_a_quarter_of_a_megabyte(tmp_path):
+    path = tmp_path / "policy.yaml"
+    text = f"schema: {SCHEMA}\nname: padded\n"
+    path.write_text(text + "#" * (250_000 - len(text) - 1) + "\n")
+    assert load_policy(path).name == "padded"
+    path.write_text(text + "#" * (250_000 - len(text)) + "\n")
+    with pytest.raises(UserError, match="is too large; a policy file has at most 250000 bytes"):
+        load_policy(path)

@@ -79,3 +79,35 @@ def test_the_row_of_dustin_is_reproduced_from_what_a_round_costs():
 def test_acceptance_of_sparsespec_l_is_geometric_with_p_of_96_percent():
     table = {4: 3.66, 8: 6.75, 12: 9.16, 16: 11.31, 20: 13.01}
     assert [analytic.geometric_p(a, k) for k, a in table.items()] == pytest.approx([0.96] * 5, abs=0.01)
+
+
+@given(p=share, gamma=st.floats(0.0, 2.0), ratio=st.floats(0.5, 3.0))
+def test_the_best_k_is_the_first_of_the_largest_speedups(p, gamma, ratio):
+    ks = np.arange(0, 13)
+    accepted = analytic.geometric_accepted(p, ks)
+    speedups = [1.0, *((accepted[k] + 1.0) / ((k * gamma + 1.0) * ratio) for k in ks[1:])]
+    assert analytic.optimal_k(accepted[1:], gamma, ratio) == speedups.index(max(speedups))
+
+
+def test_best_and_inverted_k_by_hand():
+    accepted = np.array([0.75, 1.25, 1.5, 1.75])
+    assert analytic.inversion_k(accepted, 0.8) == 1
+    assert analytic.inversion_k(accepted, 0.5) == 3  # a draft that saves what it costs still pays
+    assert analytic.inversion_k(accepted, 0.25) is None
+    assert analytic.optimal_k(np.array([0.5, 0.5]), 0.5) == 0  # 1.5 tokens for 1.5 is no gain
+    assert analytic.optimal_k(np.array([0.75, 1.5]), 0.0) == 2
+    assert analytic.optimal_k(np.array([1.0, 2.0]), 0.0, 4.0) == 0
+    assert analytic.geometric_p(0.0, 3) == pytest.approx(0.0, abs=1e-12)
+    assert analytic.geometric_p(3.0, 3) == pytest.approx(1.0, abs=1e-12)
+    with pytest.raises(ValueError, match=r"lie in \[0, 3\]"):
+        analytic.geometric_p(-0.1, 3)
+
+
+def test_two_costs_are_those_of_a_line_and_never_negative():
+    k = np.array([1.0, 2.0, 5.0])
+    assert analytic.fit_two_costs(k, 0.25 * k + 1.5) == pytest.approx((0.25, 1.5))
+    # Of times 3, 3 and 6 the line 1.2 (k + 1) misses each by a fifth.
+    draft, verify = analytic.fit_two_costs(np.array([1.0, 2.0, 3.0]), np.array([3.0, 3.0, 6.0]))
+    errors = np.array([draft + verify, 2 * draft + verify, 3 * draft + verify]) / [3.0, 3.0, 6.0] - 1.0
+    assert np.abs(errors) == pytest.approx([0.2] * 3)
+    assert analytic.fit_two_costs(k, 8.0 - k)[0] == pytest.approx(0.0, abs=1e-9)

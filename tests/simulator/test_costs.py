@@ -1,12 +1,18 @@
 """The cost model: exact on its grid and on linear costs, marked outside, refused where nothing is known."""
 
+from types import SimpleNamespace
+
 import numpy as np
+import pyarrow as pa
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from specdial.engine.trace.reader import read_costs
-from specdial.simulator.costs import CostModel, CostRefusedError
+from specdial.engine.trace.reader import CostTable, read_costs
+from specdial.engine.trace.schema import COSTS
+from specdial.engine.trace.sources import policy_source
+from specdial.policies.schema import policy_from_mapping
+from specdial.simulator.costs import CostModel, CostRefusedError, operation
 from specdial.simulator.measured import Measured
 from specdial.simulator.physics import fit_physics, physical_terms
 from specdial.simulator.pricing import Bins, Setting
@@ -107,3 +113,88 @@ def test_a_selection_chosen_at_prefill_is_read_beside_half_the_output(policy, re
     assert (found.budget, found.refresh_rounds, found.tail_tokens, found.page) == (128, refresh, tail, 0)
     lookup = policy("fixed", drafter={"kind": "lookup"}, draft_kv={})
     assert (Setting.of(lookup, lookup, 400, 60).budget, Setting.of(lookup, lookup, 400, 60).tail_tokens) == (0, 0)
+
+
+def made(rows):
+    """A cost table of (op, drafter, source, context, batch, k, budget, median, bytes)."""
+    names = ("op", "drafter", "source", "context_tokens", "batch", "k", "budget", "median_us", "bytes")
+    whole = [dict.fromkeys(COSTS.names, 0) | dict(zip(names, row, strict=True)) for row in rows]
+    return CostModel.from_table(CostTable("made up", {"model": {}}, pa.Table.from_pylist(whole, COSTS)))
+
+
+def test_a_table_is_filed_by_operation_drafter_and_source():
+    model = made(
+        [
+            ("plain", "none", "", 500, 1, 0, 0, 20.0, 30_000),
+            ("plain", "none", "", 900, 1, 0, 0, 40.0, 200_000),
+            ("verify", "sparse_self", "", 500, 2, 3, 0, 5.0, 0),
+            ("verify", "lookup", "history", 700, 4, 3, 0, 6.0, 0),
+            ("refresh", "sparse_self", "history", 700, 4, 8, 0, 7.0, 0),
+            ("refresh", "sparse_self", "history", 700, 4, 2, 0, 6.0, 0),
+        ]
+    )
+    names = {"plain", "verify", "verify (lookup) from history", "refresh from history"}
+    assert set(model.measured) == names
+    assert model.plain_gbps == pytest.approx(200_000 / 40.0 / 1e3)
+    assert (model.contexts(), model.batches(), model.refresh_rows()) == ([500.0, 700.0, 900.0], [1, 2, 4], [2.0, 8.0])
+    assert (model.recomputed_multiple, model.own_rounds) == (1, False)
+    assert set(model.leave_one_out()) == set()  # two of each say nothing about a third
+    assert model.at("plain", 500, 1, source="history") == (20.0, False)
+    assert model.at("verify", 700, 4, 3, drafter="lookup", source="history") == (6.0, False)
+    with pytest.raises(CostRefusedError, match=r"no measurement of verify \(quest\) in cost table made up"):
+        model.at("verify", 700, 4, 3, drafter="quest")
+    assert made([("verify", "lookup", "", 500, 1, 3, 0, 5.0, 9)]).plain_gbps is None
+
+
+def test_costs_of_a_traces_own_rounds_are_their_medians():
+    """Two batch sizes, of which one was also decoded plainly; k of 0 and 2; partial rounds beside full ones."""
+    columns = ("mode", "batch", "k", "context_tokens", "draft_us", "verify_us", "select_us", "host_us")
+    rows = [
+        ("plain", 1, 0, 100, 0.0, 50.0, 0.0, 4.0),
+        ("plain", 1, 0, 200, 0.0, 52.0, 0.0, 6.0),
+        ("plain", 1, 0, 300, 0.0, 90.0, 0.0, 1.0),
+        ("full", 1, 2, 100, 8.0, 60.0, 3.0, 5.0),
+        ("full", 1, 2, 300, 12.0, 70.0, 5.0, 9.0),
+        ("partial", 1, 2, 200, 16.0, 30.0, 7.0, 2.0),
+        ("full", 1, 0, 200, 0.0, 55.0, 1.0, 3.0),
+        ("full", 4, 2, 200, 40.0, 99.0, 11.0, 8.0),
+    ]
+    table = pa.table({name: [row[i] for row in rows] for i, name in enumerate(columns)})
+    verify_kv = {"mode": "partial", "full_period": 4, "budget": 64}
+    policy = {"controller": {"kind": "fixed", "k": 2}, "draft_kv": {"budget_frac": 0.5}, "verify_kv": verify_kv}
+    meta = {"policy": policy, "documents": [{"prompt_tokens": 300}, {"prompt_tokens": 501}]}
+    model = CostModel.from_rounds(SimpleNamespace(path="t", meta=meta, rounds=table))
+    source = policy_source(policy_from_mapping(policy))
+    budget = policy_from_mapping(policy).draft_kv.resolved(400).budget
+    assert (model.own_rounds, model.source, model.plain_gbps) == (True, "the rounds of t", None)
+
+    def points(op, *, of=source):
+        found = model.measured[operation(op, "sparse_self", of)]
+        assert found.context_range == (100.0, 300.0)
+        assert set(found.points[:, 3]) == {200.0}
+        rows = zip(found.points[:, :3].tolist(), found.values_us.tolist(), strict=True)
+        return {tuple(int(x) for x in point): us for point, us in rows}  # (batch, budget, k)
+
+    assert points("verify") == {(1, 0, 0): 55.0, (1, 0, 2): 65.0, (4, 0, 2): 99.0}
+    assert points("host") == {(1, 0, 0): 3.0, (1, 0, 2): 7.0, (4, 0, 2): 8.0}
+    assert points("verify_partial") == {(1, 64, 2): 30.0}
+    assert points("host_partial") == {(1, 0, 2): 2.0}
+    assert points("select_partial") == {(1, 64, 0): 0.0}
+    assert points("draft") == {(1, budget, 2): 6.0, (4, budget, 2): 20.0}
+    assert points("select") == {(1, budget, 2): 5.0, (4, budget, 2): 11.0}
+    (plain,) = (m for name, m in model.measured.items() if name.startswith("plain"))
+    assert (plain.points.tolist(), plain.values_us.tolist()) == ([[1.0, 0.0, 0.0, 200.0]], [58.0])
+
+
+def test_each_price_asks_for_its_own_place():
+    """Prices that tell batch, budget, k and context apart."""
+    weights = np.array([1.0, 1e3, 1e6, 1e9])  # of batch, budget, k, context
+    asked = SimpleNamespace(at=lambda query: (float(query @ weights), False))
+    model = CostModel(dict.fromkeys(("plain", "draft", "verify", "select", "host"), asked), {}, "made up")
+    found = [
+        model.plain_us(7, 3), model.plain_us(7), model.draft_us(7, 3, 5, 2), model.draft_us(7, 3, 5),
+        model.verify_us(7, 3, 2), model.select_us(7, 3, 5), model.host_us(7, 3, 2), model.host_us(7, 3),
+    ]  # fmt: skip
+    places = [(3, 0, 0), (1, 0, 0), (3, 5, 2), (3, 5, 0), (3, 0, 2), (3, 5, 0), (3, 0, 2), (3, 0, 0)]
+    assert [float(us) for us in found] == [float(np.array([*place, 7]) @ weights) for place in places]
+    assert model.at("draft", 7, 3)[0] == 7e9 + 3
