@@ -3,7 +3,8 @@
 For each workload, context and batch the prompts are prefilled, group by group, and plain decoding, full verification
 and partial verification for every budget and full period decode them in turn, in an order that rotates from repeat to
 repeat, after one untimed run each (which captures its graphs). Partial verification chooses whole pages by Quest's
-bound, sink and recent as in the paper, and keeps a selection until the next full round (--refresh round: chooses anew).
+bound or SpecPV's (--bound, --rows), sink and recent as in the paper, and keeps a selection until the next full round
+(--refresh round: chooses anew). --tree: trees of drafts.
 
 P1 is speed: tokens a second, over plain decoding and over full verification. P2 is what partial verification costs in
 text, measured apart: top-1 agreement and KL against full attention over the same text, and how far the text is plain
@@ -59,11 +60,19 @@ class Cell:
 
 def entries(a):
     """{name: policy}: plain, full verification, and partial for every budget and full period."""
-    eagle = {"drafter": {"kind": "eagle", "model": a.head}, "controller": {"kind": "fixed", "k": a.k}}
+    tree = {"tree": dict(zip(("width", "nodes"), a.tree))} if a.tree else {}
+    eagle = {"drafter": {"kind": "eagle", "model": a.head, **tree}, "controller": {"kind": "fixed", "k": a.k}}
     found = {"plain": plain_policy(), "full": policy_from_mapping(eagle)}
     for budget, period in itertools.product(a.budgets, a.periods):
         kv = {"mode": "partial", "source": "page_bound", "budget": budget, "full_period": period}
-        kv |= {"sink": a.sink, "recent": a.recent, "page": a.page, "refresh": a.refresh}
+        kv |= {
+            "sink": a.sink,
+            "recent": a.recent,
+            "page": a.page,
+            "refresh": a.refresh,
+            "bound": a.bound,
+            "rows": a.rows,
+        }
         found[f"c{budget}-p{period}"] = policy_from_mapping({**eagle, "verify_kv": kv})
     return found
 
@@ -196,6 +205,9 @@ def arguments(argv):
     for name in ("new-tokens", "repeats", "k", "sink", "recent", "page", "needles"):
         p.add_argument(f"--{name}", type=int, help=f"default {FULL[name.replace('-', '_')]}")
     p.add_argument("--refresh", choices=["full", "round"], default="full", help="when pages are chosen anew")
+    p.add_argument("--bound", choices=["quest", "specpv"], default="quest", help="what a page can score")
+    p.add_argument("--rows", choices=["mean", "max", "last"], default="mean", help="of a round's rows")
+    p.add_argument("--tree", nargs=2, type=int, metavar=("WIDTH", "NODES"), help="draft trees k deep, not chains")
     p.add_argument("--singles", type=int, default=4, help="sequences that batch 1 is measured over")
     p.add_argument("--cpu", action="store_true", help="tiny, on the CPU, unrecorded")
     a = p.parse_args(argv)
@@ -203,6 +215,14 @@ def arguments(argv):
     if not a.cpu and not a.prompts:
         p.error("--prompts is missing: write them with benchmarks/engine/prompts.py")
     return a
+
+
+def prefix_of(a):
+    """What tells ids of one run from those of other scores and shapes."""
+    parts = ["cpu"] if a.cpu else []
+    parts += [f"w{a.tree[0]}n{a.tree[1]}"] if a.tree else []
+    parts += [f"{a.bound}-{a.rows}"] if (a.bound, a.rows) != ("quest", "mean") else []
+    return "".join(f"{part}-" for part in parts)
 
 
 def main(argv=None):
@@ -216,9 +236,10 @@ def main(argv=None):
         ids, about = given(a.prompts, model.tokenizer, workload, context, count=count, new_tokens=a.new_tokens)
         if len(ids) < count:
             raise UserError(f"{a.prompts} has {len(ids)} prompts of {workload}, {count} are wanted", "lower --batches")
-        facts = {"model": model.config.name, "prefix": "cpu-" if a.cpu else ""}
+        facts = {"model": model.config.name, "prefix": prefix_of(a)}
         facts["about"] = {**about, "k": a.k, "new_tokens": a.new_tokens, "refresh": a.refresh, "page": a.page}
         facts["about"] |= {"sink": a.sink, "recent": a.recent, "dtype": str(model.decoder.dtype).split(".")[1]}
+        facts["about"] |= {"bound": a.bound, "rows": a.rows, "tree": a.tree}
         for batch in a.batches:
             cell = Cell(workload, context, batch, ids[: a.singles if batch == 1 else batch].tolist())
             s = sequences_for(model, cell, policies, a, loaded)

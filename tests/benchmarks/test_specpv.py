@@ -53,3 +53,8 @@ def test_cpu_run(tiny_checkpoint, tmp_path, monkeypatch, capsys):
             assert 0 < records[f"cpu-P2-{cell}-{name}"]["value"] <= 1
             assert records[f"cpu-P2-{cell}-{name}"]["kl_nats"] > 1e-4
     assert "x plain" in capsys.readouterr().out
+    other = ["--tree", "3", "6", "--bound", "specpv", "--rows", "max", "--periods", "2", "--needles", "0"]
+    trees = {r["id"]: r for r in specpv.main([*command, "--new-tokens", "6", *other])}
+    exact, partial = (trees[f"cpu-w3n6-specpv-max-P2-novel-0k-B1-{name}"] for name in ("full", "c128-p2"))
+    assert exact["value"] == 1
+    assert [age["rounds_since_full"] for age in partial["drift"]] == [0, 1]
