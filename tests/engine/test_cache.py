@@ -86,3 +86,45 @@ def test_round_up_is_the_least_multiple(value, multiple):
     result = round_up(value, multiple)
     assert result % multiple == 0
     assert 0 <= result - value < multiple
+
+
+def test_a_captured_block_goes_where_the_device_says(monkeypatch):
+    """On a GPU the host's lengths may be behind, and a graph holds no slice of today's; on a CPU slices are enough."""
+    cache = make(2, 100)
+    cache.set_lengths(np.array([3, 3]))
+    cache.lengths.copy_(torch.tensor([5, 7]))
+    block = torch.ones(2, 2, 2, 4)
+
+    def written():
+        return [torch.nonzero(cache.k[0, b, 0, :, 0])[:, 0].tolist() for b in range(2)]
+
+    cache.write(0, block, block)
+    assert written() == [[3, 4], [3, 4]]
+    cache.k.zero_()
+    monkeypatch.setattr(KVCache, "on_gpu", True)
+    cache.write(0, block, block)
+    assert written() == [[5, 6], [7, 8]]
+    assert cache.width(4) == cache.capacity_tokens == 128
+    cache.write_one(0, 1, 20, 2 * block[:1], 3 * block[:1])
+    keys, values = cache.view_one(0, 1, 22)
+    assert keys.shape == (1, 2, 22, 4)
+    assert keys[0, :, 20:].unique().tolist() == [2.0]
+    assert values[0, :, 20:].unique().tolist() == [3.0]
+    assert keys[0, 0, 19].sum() == 0
+
+
+def test_lengths_lie_in_the_cache_for_every_sequence():
+    cache = make(2, 100)
+    assert (cache.batch, cache.capacity_tokens, cache.device_bytes) == (2, 128, 2 * 2 * 2 * 2 * 128 * 4 * 4)
+    for refused in ([-1, 5], [5, 129]):
+        with pytest.raises(ValueError, match=r"outside 0\.\.128"):
+            cache.set_lengths(np.array(refused))
+    cache.set_lengths(np.array([0, 128]))
+    with pytest.raises(ValueError, match="a block of 1 rows ends at 129, past capacity 128"):
+        cache.width(1)
+    cache.set_lengths(np.array([60, 3]))
+    assert [cache.width(n) for n in (4, 5, 68)] == [64, 128, 128]
+    cache.commit(np.array([1, 2]))
+    cache.advance(torch.tensor([2, 3]))
+    cache.note(np.array([2, 3]))
+    assert cache.host_lengths.tolist() == cache.lengths.tolist() == [63, 8]

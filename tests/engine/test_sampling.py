@@ -14,6 +14,8 @@ from specdial.engine.sampling import (
     uniforms,
     verify_sampled,
 )
+from specdial.policies.errors import UserError
+from specdial.policies.fields import parse
 
 V, LANES = 7, 20_000
 WARM = Sampling(temperature=1.0, seed=3)
@@ -103,3 +105,58 @@ def test_a_token_without_probability_is_never_drawn(u):
     assert (rows[torch.arange(4), drawn] > 0).all()
     if u == 1.0:
         assert drawn.tolist() == [2, 0, 3, 3]
+
+
+@pytest.mark.parametrize(
+    ("name", "low", "high"),
+    [("temperature", 0.0, 100.0), ("top_p", 0.0, 1.0), ("top_k", 0, None), ("seed", 0, 2**32 - 1)],
+)
+def test_settings_of_sampling_are_bounded(name, low, high):
+    beyond = 1e-6 if isinstance(low, float) else 1
+    assert Sampling() == Sampling(temperature=0.0, top_p=1.0, top_k=0, seed=0)
+    for bound, way in ((low, -beyond), (high, beyond)):
+        if bound is not None:
+            assert getattr(parse(Sampling, {name: bound}), name) == bound
+            with pytest.raises(UserError, match=name):
+                parse(Sampling, {name: bound + way})
+
+
+def test_every_sequence_of_every_seed_has_random_numbers_of_its_own():
+    """The numbers that outputs of earlier versions were drawn with."""
+    first = [g.initial_seed() for g in generators(Sampling(seed=3), [0, 5])]
+    assert first == [3_000_009, 3_000_014]
+    u = uniforms(generators(WARM, [4, 7]), 3)
+    assert (u.shape, u.dtype) == ((2, 3), torch.float64)
+    assert torch.equal(u[1:], uniforms(generators(WARM, [7]), 3))
+    assert not torch.equal(u[0], u[1])
+
+
+def test_restricting_to_all_tokens_restricts_nothing():
+    logits = torch.tensor([[2.0, 1.0, 0.0]])
+    plain = distribution(logits, Sampling(temperature=2.0))
+    assert torch.allclose(plain, torch.softmax(logits / 2.0, dim=-1))
+    for top_k in (0, 3, 4):
+        assert torch.equal(distribution(logits, Sampling(temperature=2.0, top_k=top_k)), plain)
+    assert distribution(logits, Sampling(temperature=2.0, top_k=1)).tolist() == [[1.0, 0.0, 0.0]]
+    tied = torch.tensor([[1.0, 1.0, 0.0]])
+    assert distribution(tied, Sampling(temperature=1.0, top_k=1)).tolist() == [[0.5, 0.5, 0.0]]
+
+
+def test_acceptance_by_hand():
+    """p of 0.2 against q of 0.8: accepted below a quarter, else replaced by what the target has more of."""
+    target = torch.tensor([[[0.2, 0.5, 0.3], [0.1, 0.1, 0.8]]]).expand(4, 2, 3)
+    draft = torch.tensor([[[0.8, 0.1, 0.1]]]).expand(4, 1, 3)
+    u = torch.tensor([[0.2, 0.05], [0.3, 0.1], [0.3, 0.9], [0.3, 0.1]], dtype=torch.float64)
+    verdict = verify_sampled(torch.zeros(4, 1, dtype=torch.int64), torch.tensor([1, 1, 1, 0]), draft, target, u)
+    assert verdict.accept_prob.tolist() == [[pytest.approx(0.25)]] * 4
+    assert verdict.accepted.tolist() == [1, 0, 0, 0]
+    # Row 1 of the target; twice the residual 0, 0.4, 0.2; the target itself where nothing was drafted.
+    assert verdict.next_token.tolist() == [0, 1, 2, 0]
+    same = verify_sampled(
+        torch.zeros(1, 1, dtype=torch.int64), torch.ones(1), target[:1, :1], target[:1], u[1:2] * 0 + 0.999
+    )
+    assert same.accepted.tolist() == [1]
+    none = verify_sampled(
+        torch.zeros(1, 0, dtype=torch.int64), torch.zeros(1), draft[:1, :0], target[:1, :1], u[:1, :1]
+    )
+    assert (none.accepted.tolist(), none.next_token.tolist()) == ([0], [1])

@@ -185,3 +185,57 @@ def test_the_row_itself_is_its_own_oracle(case, frame):
 def test_what_cannot_be_is_refused(fault, says):
     with pytest.raises(UserError, match=says):
         fault()
+
+
+def test_windows_by_hand():
+    """Rows of position 10 on, of which each anchor sees one key more; a window is the mean of what follows."""
+    rows = np.arange(8 * 20, dtype=np.float64).reshape(8, 20)
+    at = windows(rows, 10)
+    assert (at.index.tolist(), at.seen.tolist()) == ([0, 1, 2, 3], [11, 12, 13, 14])
+    assert at.future[0].tolist() == ((rows[1] + rows[2] + rows[3] + rows[4]) / 4).tolist()
+    led = windows(rows, 10, window=1, lead=2, after=3)
+    assert (led.index.tolist(), led.seen.tolist()) == ([2, 3, 4], [13, 14, 15])
+    assert np.array_equal(led.future, rows[3:6])
+    assert history_scores(rows, led).tolist() == rows[2:5].tolist()
+    assert history_scores(rows, led, 3).tolist() == rows[0:3].tolist()
+    assert np.array_equal(lookahead_scores(rows, led, 1), rows[3:6])
+    assert np.array_equal(lookahead_scores(rows, led, 3), rows[3:6] + rows[4:7] + rows[5:8])
+    for refused in (
+        lambda: history_scores(rows, led, 4),
+        lambda: history_scores(rows, led, 0),
+        lambda: lookahead_scores(rows, led, 4),
+        lambda: lookahead_scores(rows, led, 0),
+        lambda: windows(rows, 10, window=0),
+        lambda: windows(rows, 10, window=2, lead=6),
+        lambda: arr_by_delta(rows, rows, 10, (-1, 1), Frame(20)),
+    ):
+        with pytest.raises(UserError):
+            refused()
+    assert len(windows(rows, 10, window=2, lead=5).index) == 1
+
+
+def test_a_frame_holds_sink_recent_and_what_is_free():
+    frame = Frame(20)
+    assert (frame.sink, frame.recent, frame.free) == (4, 16, 0)
+    assert Frame(20, 0, 0).free == 20
+    for sink, recent in ((-1, 0), (0, -1), (5, 16)):
+        with pytest.raises(UserError, match="raise the budget"):
+            Frame(20, sink, recent)
+
+
+def test_what_falls_below_the_depth_is_not_kept():
+    """Three keys score; a depth of two keeps the best, of four takes the lowest unscored one too, of none none."""
+    at = Windows(np.arange(8.0)[None] / 28.0, np.array([0]), np.array([8]))
+    scores = np.array([[9.0, 0.0, 3.0, 0.0, 5.0, 4.0, 0.0, 9.0]])
+    frame = Frame(4, 1, 1)
+    two = falling(at, scores, frame)
+    assert two.keys.tolist() == [[4, 5]]
+    assert two.gain == pytest.approx(np.array([[4, 5]]) / 28.0)
+    assert two.rest == pytest.approx([(0 + 7) / 28.0])
+    assert falling(at, scores, frame, 4).keys.tolist() == [[4, 5, 2, 1]]
+    assert falling(at, scores, frame, 0).keys.shape == (1, 0)
+    lookahead = falling(at, np.array([[0.0, 7.0, 0.0, 6.0, 5.0, 0.0, 0.0, 0.0]]), frame)  # 1, 3
+    assert recall(two, 2, lookahead, 1) == pytest.approx([(7 + 1 + 4) / 28.0])
+    assert recall(two, 2, lookahead, 2) == pytest.approx([(7 + 1 + 3) / 28.0])
+    assert recall(two, 2, lookahead, 9) == pytest.approx([(7 + 1 + 3) / 28.0])
+    assert recall(two, 2, lookahead) == pytest.approx([(7 + 4 + 5) / 28.0])
