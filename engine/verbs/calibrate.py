@@ -113,7 +113,7 @@ def _print(out: Path, job: Job, rows: list[dict[str, Any]], s: Settings) -> None
     for column in ("op", "drafter", *partial, "context", "batch", "k", "budget", "ms", "p10", "p90", "GB/s"):
         table.add_column(column, justify="left" if column in ("op", "drafter", "source") else "right")
     for row in sorted(rows, key=lambda r: tuple(r[name] for name in ORDER)):
-        rate = f"{row['bytes'] / row['median_us'] / 1e3:.1f}" if row["bytes"] else "-"
+        rate = f"{row['bytes'] / row['median_us'] / 1e3:.1f}" if row["bytes"] and row["median_us"] else "-"
         table.add_row(
             row["op"],
             row["drafter"] if row["op"] != "plain" else "",
