@@ -99,7 +99,7 @@ def _draft_rows(played: list[Round], active: npt.NDArray[np.bool_], grids: Grids
     parts: dict[str, list[Column]] = {name: [] for name in ("r", "b", "step", "accept_prob", *_SIGNALS)}
     for number, p in enumerate(played):
         drafted = np.where(p.active, p.k, 0)  # [B]
-        place, drafts_before = np.nonzero(np.arange(drafted.max(initial=0)) < drafted[:, None])
+        place, drafts_before = np.nonzero(np.arange(drafted.max()) < drafted[:, None])
         parts["r"].append(np.full(len(place), number))
         parts["b"].append(place)
         parts["step"].append(drafts_before)

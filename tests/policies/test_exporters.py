@@ -9,6 +9,7 @@ import yaml
 
 from specdial.policies.errors import UserError
 from specdial.policies.exporters import EXPORTERS, Options
+from specdial.policies.exporters.lowering import plan
 from specdial.policies.exporters.options import ENGINES
 from specdial.policies.schema import plain_policy, policy_from_mapping
 
@@ -360,3 +361,28 @@ def test_an_adaptive_controller_becomes_the_k_it_is_predicted_to_draft(expected,
 
 def test_every_engine_has_a_check():
     assert set(ENGINES) == set(CHECKS)
+
+
+def test_which_cell_speaks_and_which_neighbours_are_joined():
+    """Contexts from 0 and 8192, batches from 1, 16 and 64; the last two draft alike."""
+    mapping = celled(MODEL, (8192, None, 1, 16, 10), (0, None, 1, 16, 8), (0, None, 16, 64, 5))
+
+    def made(**options):
+        return plan(policy_from_mapping(mapping), Options(**options), ["model"])
+
+    found = made()
+    assert (found.contexts, found.batches) == (((0, 8192), (8192, None)), ((1, 16), (16, 64), (64, None)))
+    assert (found.k, found.kind) == (((8, 5, 5), (10, 5, 5)), "model")
+    assert (found.at_context, found.at_batch, found.fixed_k) == (1, 0, 10)  # no batch is given: 1
+    assert [made(context_tokens=n).at_context for n in (0, 8191, 8192, 99999)] == [0, 0, 1, 1]
+    assert [made(batch=n).at_batch for n in (1, 15, 16, 63, 64, 900)] == [0, 0, 1, 1, 2, 2]
+    assert found.by_batch(0) == ((1, 16, 8), (16, None, 5))
+    assert (found.varies_by_context, found.varies_by_batch) == (True, True)
+    predicted = plan(policy_from_mapping({**mapping, "expected": {"batch": 32}}), Options(), ["model"])
+    assert predicted.at_batch == 1
+    same = plan(policy_from_mapping(MODEL), Options(), ["model"])
+    assert (same.varies_by_context, same.varies_by_batch, same.fixed_k) == (False, False, 5)
+    assert same.effective(0).k_max == 0
+    assert (same.effective(3).k_max, same.effective(3).drafter.model) == (3, "owner/small")
+    stand_in = plan(policy_from_mapping(SPARSE), Options(stand_in="lookup"), ["lookup"])
+    assert (stand_in.kind, stand_in.effective(4)) == ("lookup", None)

@@ -37,7 +37,7 @@ TESTS = {
     "policies/drafting.py": "policies/test_drafting.py policies/test_settings.py",
     "policies/verification.py": "policies/test_verification.py policies/test_settings.py",
     "policies/schema.py": "policies/test_schema.py policies/test_settings.py policies/test_placement.py",
-    "policies/fields.py": "policies/test_fields.py",
+    "policies/fields.py": "policies/test_fields.py policies/test_settings.py",
     "policies/file.py": "policies/test_file.py policies/test_file_trust.py",
     "policies/artifact.py": "policies/test_artifact.py",
     "policies/naming.py": "policies/test_naming.py",
@@ -46,9 +46,9 @@ TESTS = {
     "simulator/analytic.py": "simulator/test_analytic.py",
     "simulator/acceptance.py": "simulator/test_acceptance.py",
     "simulator/costs.py": "simulator/test_costs.py simulator/test_drafters.py simulator/test_lossy.py",
-    "simulator/pricing.py": "simulator/test_costs.py simulator/test_drafters.py simulator/test_lossy.py "
-    "simulator/test_replay.py",
-    "simulator/tally.py": "simulator/test_lossy.py simulator/test_replay.py",
+    "simulator/pricing.py": "simulator/test_pricing.py simulator/test_costs.py simulator/test_drafters.py "
+    "simulator/test_lossy.py simulator/test_replay.py",
+    "simulator/tally.py": "simulator/test_tally.py simulator/test_lossy.py simulator/test_replay.py",
     "simulator/arr.py": "simulator/test_arr.py",
     "engine/sampling.py": "engine/test_sampling.py",
     "engine/cache.py": "engine/test_cache.py",
@@ -56,9 +56,10 @@ TESTS = {
     "engine/memory.py": "engine/test_memory.py "
     "engine/test_offload.py::test_predicted_device_bytes_are_those_of_the_buffers "
     "engine/test_offload.py::test_too_little_host_memory_is_one_line_with_the_longest_that_fits",
-    "engine/history.py": "kernels/test_history.py engine/test_at_rest.py",
+    "engine/history.py": "engine/test_history.py kernels/test_history.py engine/test_at_rest.py",
     "engine/weights/gguf_header.py": "engine/test_weights_gguf.py engine/test_weights_errors.py",
-    "engine/workloads/packing.py": "engine/workloads/test_contract.py engine/workloads/test_errors.py",
+    "engine/workloads/packing.py": "engine/workloads/test_packing.py engine/workloads/test_contract.py "
+    "engine/workloads/test_errors.py engine/workloads/test_overlap.py",
 }
 COMPARED = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
