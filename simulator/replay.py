@@ -142,6 +142,15 @@ def _with_intervals(outcomes: list[Outcome], frame: Frame, resamples: int, seed:
     return outcomes
 
 
+def misplaced(policy: Policy, costs: CostModel) -> str | None:
+    """Why costs say nothing of a policy whose keys live elsewhere: a trace's own rounds are of its policy's place."""
+    recorded = costs.meta["policy"].get("kv", {}).get("where", "device") if costs.own_rounds else "device"
+    if policy.k_max == 0 or policy.kv.where == recorded:
+        return None
+    mine, theirs = ("in host memory", "on the device")[:: 1 if policy.kv.where == "host" else -1]
+    return f"its keys live {mine}, and costs are of keys {theirs}: validate measures it"
+
+
 @dataclass(frozen=True, slots=True)
 class _Job:
     """What all chunks of one replay share. priced: price tables, as far as needed."""
@@ -165,7 +174,10 @@ class _Job:
                 else price_tables(policy, self.costs, self.frame, self.knots, self.priced)
             )
             budget = self._budget(policy)
-            outcomes.append(Outcome(policy, judgement.level, judgement.reason, policy.lossless, (), self.batch, budget))
+            level, reason = judgement.level, judgement.reason
+            if level != "refused" and (placed := misplaced(policy, self.costs)) is not None:
+                level, reason = "refused", placed
+            outcomes.append(Outcome(policy, level, reason, policy.lossless, (), self.batch, budget))
         live = [i for i, outcome in enumerate(outcomes) if outcome.level != "refused"]
         if not live:
             return outcomes

@@ -46,8 +46,6 @@ def support(record: Record, policy: Policy, batch: int = 1) -> Support:
     told = record.trace.meta.get("imported", {}).get("signals", True)
     if not told and any(CONTROLLERS[v.controller.kind][1].adaptive for v in policy.variants() if v.k_max):
         return _refused("the logs that were imported do not say how sure each draft was: use controller fixed")
-    if policy.kv.where == "host":
-        return _refused("its keys live in host memory, and costs are of keys on the device: validate measures it")
     partial = PARTIAL in pc.unique(record.trace.rounds["mode"]).to_pylist()
     if not policy.lossless:
         return _lossy(record, policy, batch, recorded=partial)

@@ -196,3 +196,20 @@ def test_a_lossy_recording_replays_to_its_own_rounds_time_and_schedule(source, t
     assert "another selection" in found[1].reason
     assert "measured" in found[2].reason, "what a correction costs cannot be told from rounds"
     assert replay_rounds(read, [shorter], batch=2)[0].k.max() == 2
+
+
+def test_keys_in_host_memory_replay_to_their_own_rounds_and_time_and_price_no_others(source, dense, tmp_path):
+    """What is accepted does not depend on where keys live; what it costs does."""
+    parts = {"controller": {"kind": "fixed", "k": 3}, "draft_kv": KV}
+    here, there = policy_from_mapping(parts), policy_from_mapping({**parts, "kv": {"where": "host"}})
+    record.run({**source, "policy": to_plain(there), "out": str(tmp_path / "host")})
+    own = read_trace(tmp_path / "host")
+    mine, other = replay(own, None, [there, here], bootstrap=0, keep_rounds=True)
+    assert (mine.level, other.level) == ("exact", "refused")
+    rounds = own.rounds.to_pylist()
+    assert replayed_rows(mine.round_log) == sorted(tuple(row[name] for name in COLUMNS) for row in rounds)
+    spent = sum(row[f"{part}_us"] for row in rounds for part in ("draft", "verify", "select", "host"))
+    assert mine.us_per_token * mine.tokens == pytest.approx(spent, rel=1e-9)
+    (other,) = replay(dense, None, [there], bootstrap=0)
+    assert other.reason == "its keys live in host memory, and costs are of keys on the device: validate measures it"
+    assert replay_rounds(dense, [here])[0].k.tolist() == replay_rounds(dense, [there])[0].k.tolist()
