@@ -53,7 +53,8 @@ class DraftAxes:
 class VerifyAxes:
     """Values of verify_kv to try; all but `mode` are of partial verification.
 
-    full_period: rounds from one full verification to the next, 0 for none. heads: scoring heads, a policy file that
+    full_period: rounds from one full verification to the next, 0 for none; buffer: or the tokens between, 0 for any
+    number. refresh, bound, rows: see VerifyKV. heads: scoring heads, a policy file that
     `tune_heads` wrote or an attention trace, whose ranking gives them. head_counts: how many target heads, the best
     first; () for all of a policy file.
     """
@@ -66,6 +67,10 @@ class VerifyAxes:
     scope: tuple[Literal["kv_head", "layer", "model"], ...] = ("kv_head",)
     page: tuple[Literal[1, 16, 32, 64], ...] = (1,)
     full_period: tuple[int, ...] = setting((8,), low=0)
+    buffer: tuple[int, ...] = setting((0,), low=0, later=True)
+    refresh: tuple[Literal["round", "full"], ...] = setting(("round",), later=True)
+    bound: tuple[Literal["quest", "specpv"], ...] = setting(("quest",), later=True)
+    rows: tuple[Literal["mean", "max", "last"], ...] = setting(("mean",), later=True)
     lookahead_tokens: tuple[int, ...] = setting((0,), low=0)
     heads: str | None = None
     head_counts: tuple[int, ...] = setting((), low=1)

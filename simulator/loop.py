@@ -13,7 +13,7 @@ import numpy.typing as npt
 from specdial.policies.controllers import Controller, Signals, draft_limit, make_controller
 from specdial.policies.schema import Policy
 from specdial.simulator.lanes import SIGNALS, Documents, Record
-from specdial.simulator.schedule import Schedule, Verified
+from specdial.simulator.schedule import Schedule, Verified, batches
 
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
@@ -82,8 +82,8 @@ def rounds(
     """Yield one Step after another until every sequence has its recorded output; sequences are policy-major.
 
     arms[p][v]: index of the recorded arm that variant v of policy p drafts with (any, where it never drafts).
-    documents are taken in consecutive groups of `batch`, which only the cells of a policy can feel here. Partial
-    verification accepts what full verification would, changed by the fidelity model where the record has draws for it.
+    documents are taken in consecutive groups of `batch`, which only the cells and the buffer of a policy can feel here.
+    Partial verification accepts what full verification would, changed by the fidelity model where the record has draws.
     """
     count = len(documents)
     start, end, requested, offset = (
@@ -94,7 +94,7 @@ def rounds(
     cells = _Cells.of(policies, count, batch)
     model = None if record.log_luck is None else record.fidelity
     lossy = any(not policy.lossless for policy in policies)
-    schedule = Schedule(policies, count, model) if lossy else None
+    schedule = Schedule(policies, count, batch, model) if lossy else None
     verified: Verified | None = None
     position = start.copy()
     width = max(len(record.arms), 1)
@@ -126,7 +126,7 @@ def rounds(
                 arm_cell[block.sequence[live]] = cell[live]
         accepted = np.minimum(record.run.take(arm_cell), k)
         if schedule is not None:
-            verified = schedule.next(variant)
+            verified = schedule.next(variant, position)
             if model is not None and record.log_luck is not None:
                 luck = record.log_luck[first_cell // width]
                 accepted = np.minimum(schedule.accepted(verified, variant, record.run.take(arm_cell), luck), k)
@@ -186,7 +186,7 @@ class _Cells:
         most = max((len(policy.cells) for policy in policies), default=0)
         if not most:
             return None
-        sizes = np.minimum(batch, count - np.arange(0, count, batch))
+        starts, sizes = batches(count, batch)
         size_of = np.repeat(sizes, sizes)
         low, high = np.zeros((len(policies), most), np.int64), np.zeros((len(policies), most), np.int64)
         fits = np.zeros((len(policies), most, count), np.bool_)
@@ -196,7 +196,7 @@ class _Cells:
                 high[p, i] = np.iinfo(np.int64).max if cell.to_context_tokens is None else cell.to_context_tokens
                 fits[p, i] = (size_of >= cell.from_batch) & (True if cell.to_batch is None else size_of < cell.to_batch)
         default = np.array([len(policy.cells) for policy in policies])
-        return cls(low, high, fits, default, np.arange(0, count, batch), sizes)
+        return cls(low, high, fits, default, starts, sizes)
 
     def choose(self, position: Ints, active: Bools) -> Ints:
         """[sequences] index of the variant in force, by the longest context still decoding in each batch."""

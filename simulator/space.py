@@ -25,7 +25,8 @@ from specdial.simulator.support import mixable_budgets
 
 Point = dict[str, Any]
 KV_AXES = ("sink", "recent", "decay", "window", "scope", "page", "refresh_rounds")
-VERIFY_AXES = ("budget", "sink", "recent", "scope", "page", "lookahead_tokens")
+VERIFY_AXES = ("budget", "sink", "recent", "scope", "page", "lookahead_tokens", "refresh", "bound", "rows")
+PERIOD_AXES = ("full_period", "buffer")  # of every source
 # Where a first try of each kind starts: what the fits and the papers recommend.
 FIRST: dict[str, Any] = {
     "entropy.threshold": 0.4,
@@ -34,6 +35,7 @@ FIRST: dict[str, Any] = {
     "rate.beta": 0.9,
     "rate.learning_rate": 0.02,
     "rate.shift": 0.0,
+    "rate.steepness": 1.0,
 }
 
 
@@ -88,9 +90,7 @@ class Space:
             if (not search.drafters or drafter.label in search.drafters)
             and (not by_budget or not drafter.reads_selection or recorded[i] in search.budgets)
         )
-        empty = [
-            name for name in ("mode", *VERIFY_AXES, "source", "full_period") if not getattr(search.verify_kv, name)
-        ]
+        empty = [name for name in ("mode", *VERIFY_AXES, "source", *PERIOD_AXES) if not getattr(search.verify_kv, name)]
         if empty:
             raise UserError(f"search.verify_kv.{empty[0]} is empty", "name at least one value")
         with_signals = tuple(i for i in arms if drafters[i].has_signals)
@@ -144,6 +144,7 @@ class Space:
             if point.get("rate.form") == "calibrated":
                 found["rate.learning_rate"] = (0.0, 0.02, 0.1)
                 found["rate.shift"] = Range(-2.0, 2.0, step=0.5)  # added to the fitted bias
+                found["rate.steepness"] = (1.0, 0.5, 2.0)  # times the fitted slope
         return found
 
     def next_axis(self, point: Point) -> tuple[str, Axis] | None:
@@ -159,7 +160,7 @@ class Space:
         controller |= {
             name.split(".")[1]: value
             for name, value in point.items()
-            if name.startswith(f"{kind}.") and not name.endswith(".shift")
+            if name.startswith(f"{kind}.") and not name.endswith((".shift", ".steepness"))
         }
         if kind == "rate":
             controller |= self._rate_start(arm, point)
@@ -233,8 +234,8 @@ class Space:
         if len(verify.source) > 1:
             found["verify_kv.source"] = verify.source
         source = point.get("verify_kv.source", verify.source[0])
-        names = [name for name in VERIFY_AXES if source in SOURCE_USES.get(name, (source,))]
-        found |= {f"verify_kv.{n}": getattr(verify, n) for n in (*names, "full_period") if len(getattr(verify, n)) > 1}
+        values = {name: getattr(verify, name) for name in _verify_axes(source)}
+        found |= {f"verify_kv.{name}": tried for name, tried in values.items() if len(tried) > 1}
         if len(self.heads.counts) > 1 and source in ("history", *LOOKAHEAD):
             found["heads"] = self.heads.counts
         return found
@@ -278,8 +279,7 @@ class Space:
         if point.get("verify_kv.mode", verify.mode[0]) == "full":
             return {"mode": "full"}
         source = point.get("verify_kv.source", verify.source[0])
-        names = [name for name in VERIFY_AXES if source in SOURCE_USES.get(name, (source,))]
-        chosen = {n: point.get(f"verify_kv.{n}", getattr(verify, n)[0]) for n in (*names, "full_period")}
+        chosen = {name: point.get(f"verify_kv.{name}", getattr(verify, name)[0]) for name in _verify_axes(source)}
         return {"mode": "partial", "source": source, **chosen}
 
     def _rate_start(self, arm: int, point: Point) -> dict[str, float]:
@@ -289,7 +289,16 @@ class Space:
         start = {"acceptance": fit.acceptance}
         if point["rate.form"] == "paper":
             return {**start, "accepted_nats": fit.accepted_nats, "rejected_nats": fit.rejected_nats}
-        return {**start, "bias": fit.bias + float(point["rate.shift"]), "slope": fit.slope}
+        return {
+            **start,
+            "bias": fit.bias + float(point["rate.shift"]),
+            "slope": fit.slope * point.get("rate.steepness", 1.0),
+        }
+
+
+def _verify_axes(source: str) -> tuple[str, ...]:
+    """Settings of a partial verification by this source."""
+    return (*(name for name in VERIFY_AXES if source in SOURCE_USES.get(name, (source,))), *PERIOD_AXES)
 
 
 def _kv_values(search: Search, record: Record, arms: tuple[int, ...]) -> dict[str, tuple[Any, ...]]:

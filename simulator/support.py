@@ -57,8 +57,8 @@ def support(record: Record, policy: Policy, batch: int = 1) -> Support:
 def _lossy(record: Record, policy: Policy, batch: int, *, recorded: bool) -> Support:
     """recorded: the record's own rounds verify partially."""
     lossy = [variant for variant in policy.variants() if not variant.verify_kv.lossless]
-    if any(variant.verify_kv.buffer for variant in lossy):
-        return _refused("verify_kv.buffer makes rounds full by what was accepted, which replay does not follow")
+    if any(variant.verify_kv.buffer and variant.verify_kv.refresh == "full" for variant in lossy):
+        return _refused("its verify_kv.buffer decides how often keys are chosen (refresh full): validate measures it")
     if recorded:
         own = policy_from_mapping(dict(record.trace.meta["policy"]), "meta.json policy")
         known = {_verified(variant) for variant in own.variants() if not variant.verify_kv.lossless}
@@ -82,8 +82,8 @@ def _lossy(record: Record, policy: Policy, batch: int, *, recorded: bool) -> Sup
 
 
 def _verified(variant: Policy) -> str:
-    """What two partial verifications share that accept alike: all but the full period."""
-    kv = to_plain(replace(variant.verify_kv, full_period=0), complete=True)
+    """What two partial verifications share that accept alike: all but the full period and the buffer."""
+    kv = to_plain(replace(variant.verify_kv, full_period=0, buffer=0), complete=True)
     return json.dumps([kv, to_plain(variant.scoring_heads)], sort_keys=True)
 
 

@@ -43,6 +43,28 @@ def test_a_point_holds_what_its_choices_give_a_meaning_to(trace):
     assert len(seen) > 20
 
 
+def test_a_buffer_and_what_page_bounds_are_made_of_are_searched(trace):
+    verify = {"mode": ["partial"], "source": ["history", "page_bound"], "page": [16], "full_period": [32]}
+    space = space_of(
+        trace, controllers=["fixed"], k_max=1, verify_kv={**verify, "buffer": [0, 64], "rows": ["mean", "max"]}
+    )
+    found = [space.policy(point).verify_kv for point in space.grid_points()]
+    kinds = {(kv.source, kv.buffer, kv.rows) for kv in found}
+    by_page = {("page_bound", buffer, rows) for buffer in (0, 64) for rows in ("mean", "max")}
+    assert kinds == {("history", 0, "mean"), ("history", 64, "mean")} | by_page
+
+
+def test_the_fitted_rate_is_tried_shifted_and_steeper(trace):
+    space = space_of(trace, controllers=["rate"], k_max=4)
+    point = {"controller": "rate", "arm": 0, "k": 4, "rate.form": "calibrated", "rate.gamma": 0.3, "rate.beta": 0.9}
+    point |= {"rate.learning_rate": 0.0, "rate.shift": 0.5}
+    axis = space.axes(point)["rate.steepness"]
+    slopes = [space.policy({**point, "rate.steepness": factor}).controller.slope for factor in axis]
+    fit = space.fits[0]
+    assert slopes == pytest.approx([fit.slope * factor for factor in axis], abs=1e-5)
+    assert space.policy({**point, "rate.steepness": 1.0}).controller.bias == pytest.approx(fit.bias + 0.5, abs=1e-5)
+
+
 def test_recorded_selections_are_tried_as_they_were_unless_values_are_named(trace):
     space = space_of(trace)
     assert set(space.axes({"controller": "fixed"})) == {"controller", "arm", "k"}
