@@ -9,9 +9,13 @@ import pyarrow.parquet as pq
 import pytest
 
 from specdial.engine.trace.reader import read_costs, read_trace
+from specdial.engine.trace.schema import LATER_COLUMNS
 from specdial.policies.errors import UserError
+from specdial.policies.schema import plain_policy
+from specdial.simulator.costs import CostModel
 from specdial.simulator.lanes import read_record
 from specdial.simulator.load import load_costs
+from specdial.simulator.replay import replay
 from specdial.simulator.synthetic import MODEL, Shape, write_synthetic_costs
 
 
@@ -92,6 +96,31 @@ def test_a_schema_from_the_future_is_refused(damaged):
     edit_meta(damaged, schema="specdial/trace/9")
     with pytest.raises(UserError, match="has schema 'specdial/trace/9'"):
         read_trace(damaged)
+
+
+def without_later_columns(table):
+    return table.drop_columns([name for name in table.column_names if name in LATER_COLUMNS])
+
+
+def test_what_was_written_before_columns_and_settings_were_added_still_reads_the_same(trace, damaged, tmp_path):
+    write_synthetic_costs(tmp_path / "costs", (256,), (1,), Shape())
+    before = read_record(read_trace(damaged)), read_costs(tmp_path / "costs")
+    for part in (*damaged.glob("*.parquet"), tmp_path / "costs" / "costs.parquet"):
+        edit(part, without_later_columns)
+    assert "recomputed" not in pq.read_schema(damaged / "rounds-00000.parquet").names
+    meta = json.loads((damaged / "meta.json").read_text())
+    arms = [
+        {"arm": a["arm"], "draft_kv": {n: a["draft_kv"][n] for n in ("budget", "sink", "recent")}} for a in meta["arms"]
+    ]
+    edit_meta(damaged, arms=arms)
+    after = read_record(read_trace(damaged)), read_costs(tmp_path / "costs")
+    assert after[0].arms == before[0].arms
+    assert (after[0].run == before[0].run).all()
+    assert after[0].trace.rounds.equals(before[0].trace.rounds)
+    costs = [CostModel.from_table(table) for _, table in (before, after)]
+    one, other = (replay(r, c, [plain_policy()], bootstrap=0) for (r, _), c in zip((before, after), costs))
+    assert one[0].plain() == other[0].plain()
+    assert costs[0].measured.keys() == costs[1].measured.keys()
 
 
 def test_no_trace_at_all(tmp_path):
