@@ -19,7 +19,7 @@ Event = dict[str, Any]
 def chrome_trace(trace: Trace) -> dict[str, Any]:
     """The trace as a Chrome trace document; times in microseconds, as the format wants them."""
     rows = sorted(trace.rounds.to_pylist(), key=lambda row: (row["doc"], row["round"]))
-    entropy = _entropy(trace)
+    entropy = mean_entropy(trace)
     names = {int(d["doc"]): f"{d['name']} ({d['split']})" for d in trace.meta["documents"] if "name" in d}
     events: list[Event] = []
     start_us = 0.0
@@ -87,7 +87,7 @@ def _add_document(
     return at_us
 
 
-def _entropy(trace: Trace) -> dict[tuple[int, int], float]:
+def mean_entropy(trace: Trace) -> dict[tuple[int, int], float]:
     """{(doc, position): mean entropy of the drafts that a round starting there asked for}."""
     drafts, rounds = trace.drafts, trace.rounds
     arm = drafts["arm"].to_numpy()

@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import re
+import struct
 from collections import defaultdict
 from pathlib import Path
 
@@ -10,6 +12,7 @@ import pytest
 
 from specdial.engine.trace.reader import Trace, read_trace
 from specdial.engine.trace.schema import DRAFTS, OUTPUTS, ROUNDS
+from specdial.simulator.report.tensorboard import masked_crc, write_events
 from specdial.simulator.report.timeline import LANES, chrome_trace
 from specdial.simulator.verbs import report
 
@@ -75,3 +78,30 @@ def test_the_verb_writes_both(tmp_path, capsys):
     out = capsys.readouterr().out
     assert "no data for front: specdial tune" in out
     assert dataclasses.fields(report.Settings)[0].name == "out"
+
+
+def scalars_of(path):
+    """{tag: [(step, value), ...]} of an event file, each record's checksums held against CRC-32C."""
+    raw, found = path.read_bytes(), defaultdict(list)
+    while raw:
+        length = struct.unpack("<Q", raw[:8])[0]
+        content = raw[12 : 12 + length]
+        checks = struct.unpack("<I", raw[8:12]) + struct.unpack("<I", raw[12 + length : 16 + length])
+        assert checks == (masked_crc(raw[:8]), masked_crc(content))
+        for tag, value in re.findall(rb"\x0a.([a-z_]+)\x15(.{4})", content, re.DOTALL):
+            found[tag.decode()].append((content[10] if content[9] == 0x10 else None, struct.unpack("<f", value)[0]))
+        raw = raw[16 + length :]
+    return found
+
+
+def test_rounds_as_tensorboards_events(tmp_path):
+    crc = masked_crc(b"123456789") - 0xA282EAD8 & 0xFFFFFFFF
+    assert (crc << 15 | crc >> 17) & 0xFFFFFFFF == 0xE3069283  # the check value of CRC-32C
+    assert write_events(batched(), tmp_path) == 3
+    first, second, third = (scalars_of(path) for path in sorted(tmp_path.glob("*/events.out.tfevents.*")))
+    assert first["k"] == [(0, 2.0), (1, 2.0)]
+    assert first["entropy_nats"] == [(0, 1.5)]
+    assert first["context_tokens"] == [(0, 10.0), (1, 11.0)]
+    assert first["tokens_per_s"] == [(0, pytest.approx(1e6 / 31.0)), (1, pytest.approx(1e6 / 61.0))]
+    assert second["accepted"] == [(0, 0.0)]
+    assert third.keys() == {"k", "accepted", "context_tokens", "tokens_per_s"}
