@@ -3,16 +3,20 @@
 Every round measures the best few policies on documents they were not tuned on, fits corrections of the costs to that,
 and tunes again with them. It ends when no two finalists (plain decoding is one) are in another order than predicted,
 but for what repeats differ by; after so many rounds; or when the next would take more engine time than is left.
+
+Policies that replay refuses may be tried in the engine too. They decode the first documents once; those that are far
+behind the best finalist there are pruned, and only the others are measured with the finalists.
 """
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
+from specdial.engine.job import Job, ModelSettings, history_spec, load_job
 from specdial.engine.verbs import validate
 from specdial.policies.artifact import claim_directory, provenance, write_json_atomic
 from specdial.policies.console import table_console
@@ -25,12 +29,16 @@ from specdial.simulator.verbs import tune
 SCHEMA = "specdial/refine/1"
 LEAST_SPREAD = 0.01  # measured speedups closer than this are equal, however well repeats agree
 PLAIN = {"name": "plain", "predicted": {"speedup": 1.0}, "measured": {"speedup": 1.0, "repeat_spread_frac": 0.0}}
+PRUNED_FRAC = 0.1  # so far behind the best finalist a policy is not measured any further
 FIRST = ("best", "best_lossless", "surface", "best_fixed")  # files of `tune` measured before others
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Settings of `refine`. tune: further settings of that verb. engine_s: seconds that measuring may take in all."""
+    """Settings of `refine`. tune: further settings of that verb. engine_s: seconds that measuring may take in all.
+
+    engine_trials: policies a round that replay refuses and the engine tries.
+    """
 
     model: dict[str, Any]
     workload: dict[str, Any]
@@ -53,6 +61,7 @@ def run(settings: Mapping[str, Any]) -> dict[str, Any]:
     s = parse(Settings, settings)
     out = Path(s.out)
     claim_directory(out, "refine", to_plain(s))
+    job: Job | None = None
     rounds: list[dict[str, Any]] = []
     corrections: list[str] = []
     measured: dict[str, Policy] = {}
@@ -66,15 +75,18 @@ def run(settings: Mapping[str, Any]) -> dict[str, Any]:
         print(f"\nround {number}: tune", flush=True)
         tuned = tune.run(_tune_settings(s, here, corrections))
         finalists, left_out = _finalists(here / "tune" / "policies", s.finalists)
-        finalists += _files(here / "tune" / "refused")
-        print(f"\nround {number}: measure {len(finalists)} policies", flush=True)
+        job = job or load_job(parse(ModelSettings, s.model, "model"), s.workload, s.split)
         started_s = time.monotonic()
-        rows = validate.run(_validate_settings(s, here, finalists))["policies"]
+        tried, pruned = _tried(s, here, job, finalists)
+        print(f"\nround {number}: measure {len(finalists) + len(tried)} policies", flush=True)
+        rows = validate.run(_validate_settings(s, here, [*finalists, *tried]), job)["policies"]
         last_s = time.monotonic() - started_s
         spent_s += last_s
         measured |= {policy_digest(p): p for p in _files(here / "validation" / "policies")}
         swapped = disagreements(rows)
-        rounds.append({"policies": rows, "swapped": swapped, "left_out": left_out, "engine_s": last_s})
+        rounds.append(
+            {"policies": rows, "swapped": swapped, "left_out": left_out, "pruned": pruned, "engine_s": last_s}
+        )
         corrections.append(str(here / "validation"))
         if not swapped:
             ended = "agreement"
@@ -135,15 +147,39 @@ def _finalists(folder: Path, most: int) -> tuple[list[Policy], list[str]]:
         (path.stem for path in folder.glob("*.yaml")), key=lambda n: (FIRST.index(n) if n in FIRST else 9, n)
     )
     distinct = {policy_digest(policy): policy for policy in (load_policy(folder / f"{name}.yaml") for name in names)}
-    drafting = [policy for policy in distinct.values() if policy.k_max]
-    form = _history(drafting[0]) if drafting else None
-    fitting = [policy for policy in drafting if _history(policy) == form]
-    return fitting[:most], [policy.name for policy in drafting if _history(policy) != form]
+    fitting, left_out = _fitting([], [policy for policy in distinct.values() if policy.k_max])
+    return fitting[:most], [policy.name for policy in left_out]
 
 
-def _history(policy: Policy) -> tuple[int, int, float]:
-    kv = policy.draft_kv
-    return kv.window, kv.page, kv.decay
+def _fitting(known: Sequence[Policy], policies: Sequence[Policy]) -> tuple[list[Policy], list[Policy]]:
+    """(those that can be measured along with the known ones and each other, those that cannot)."""
+    fitting: list[Policy] = []
+    left_out = []
+    for policy in policies:
+        try:
+            history_spec([*known, *fitting, policy])
+        except UserError:
+            left_out.append(policy)
+        else:
+            fitting.append(policy)
+    return fitting, left_out
+
+
+def _tried(s: Settings, here: Path, job: Job, finalists: list[Policy]) -> tuple[list[Policy], list[list[Any]]]:
+    """(policies that replay refuses and that are worth measuring, [name, speedup] of those that are not)."""
+    refused, _ = _fitting(finalists, _files(here / "tune" / "refused"))
+    if not refused:
+        return [], []
+    policies = [*finalists[:1], *refused]
+    once = {"repeats": 1, "fidelity": False, "out": str(here / "trials")}
+    rows = validate.run(
+        {**_validate_settings(s, here, policies), **once}, replace(job, documents=job.documents[: s.batch])
+    )["policies"]
+    speedups = [float(row["measured"]["speedup"]) for row in rows]
+    least = (1.0 - PRUNED_FRAC) * max([1.0, *speedups[: len(finalists[:1])]])
+    judged = list(zip(refused, speedups[len(finalists[:1]) :], strict=True))
+    kept = [policy for policy, speedup in judged if speedup >= least]
+    return kept, [[policy.name, speedup] for policy, speedup in judged if speedup < least]
 
 
 def _files(folder: Path) -> list[Policy]:
@@ -174,6 +210,9 @@ def _print(content: Mapping[str, Any], out: Path) -> None:
     console = table_console()
     console.print(table)
     for number, found in enumerate(content["rounds"], start=1):
+        if found["pruned"]:
+            names = ", ".join(f"{name} {speedup:.2f}x" for name, speedup in found["pruned"])
+            console.print(f"round {number}: tried and pruned: {names}", highlight=False)
         pairs = ", ".join(" before ".join(pair) for pair in found["swapped"]) or "none"
         console.print(f"round {number}: predicted in the wrong order: {pairs}", highlight=False)
         if found["left_out"]:
