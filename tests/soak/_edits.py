@@ -5,7 +5,11 @@ So one driver serves Hypothesis, which shrinks them, atheris, which is guided by
 
 import copy
 import json
+from io import BytesIO
 from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
 
 ODD_NUMBERS = [0, 1, -1, 3, 2**31 - 1, 2**31, 2**32 - 1, 2**60, 2**63 - 1, -(2**63), 2**64, 10**40, 1e308, 5e-324, 0.1]
 ODD_VALUES: list[Any] = [
@@ -69,6 +73,18 @@ def reshaped(seed: bytes, data: bytes) -> bytes:
         else:
             parent[last] = odd
     return json.dumps(value).encode()
+
+
+def table_reshaped(seed: bytes, data: bytes) -> bytes:
+    """A Parquet file with some values changed or gone and its checksums right; as it was where no column fits."""
+    table = pq.read_table(BytesIO(seed))
+    out = BytesIO()
+    try:
+        rows = json.loads(reshaped(json.dumps(table.to_pylist()).encode(), data))
+        pq.write_table(pa.Table.from_pylist(rows, table.schema), out, write_page_checksum=True)
+    except (pa.ArrowException, TypeError, ValueError, OverflowError, AttributeError):
+        return seed
+    return out.getvalue()
 
 
 def _places(value: Any, way: tuple[Any, ...]) -> Any:

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import gguf
 import torch
-from _edits import edited, reshaped
+import yaml
+from _edits import edited, reshaped, table_reshaped
 from _texts import text_targets
 from _tiny import CONFIG, tiny_model
 from gguf.quants import quantize
@@ -61,6 +62,9 @@ def targets(folder: Path) -> dict[str, Target]:
     cells = [{"to_context_tokens": 99, "overrides": {"controller": {"kind": "none"}}}]
     policy = {"name": "p", "controller": {"kind": "rate"}, "draft_kv": kv, "cells": cells, "expected": {"speedup": 1.5}}
     (folder / "p.yaml").write_text(dump_policy(policy_from_mapping(policy)))
+    hand = yaml.safe_load((folder / "p.yaml").read_text())
+    del hand["digest"]  # which would refuse every edit
+    (folder / "hand.yaml").write_text(json.dumps(hand))
     config = json.loads((hf / "config.json").read_text())
     scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512, "mscale": 1.0}
     (folder / "config.json").write_text(json.dumps({**config, "rope_scaling": scaling, "sliding_window": None}))
@@ -90,6 +94,7 @@ def targets(folder: Path) -> dict[str, Target]:
 
     made = {
         "policy": (folder / "p.yaml", edited, lambda: load_policy(folder / "p.yaml"), 20),
+        "policy by hand": (folder / "hand.yaml", reshaped, lambda: load_policy(folder / "hand.yaml"), 20),
         "config": (folder / "config.json", reshaped, of_hf, 80),
         "config text": (hf / "config.json", edited, lambda: read_config(hf, "c"), 30),
         "gguf header": (gguf_path, edited, header, 30),
@@ -101,7 +106,10 @@ def targets(folder: Path) -> dict[str, Target]:
         "trace meta text": (folder / "trace" / "meta.json", edited, trace, 1),
         "trace rounds": (folder / "trace" / "rounds-00000.parquet", edited, trace, 1),
         "trace drafts": (folder / "trace" / "drafts-00001.parquet", edited, trace, 1),
+        "trace rounds values": (folder / "trace" / "rounds-00000.parquet", table_reshaped, trace, 3),
+        "trace drafts values": (folder / "trace" / "drafts-00001.parquet", table_reshaped, trace, 3),
         "costs": (folder / "costs" / "costs.parquet", edited, costs, 2),
+        "costs values": (folder / "costs" / "costs.parquet", table_reshaped, costs, 3),
         "eagle config": (eagle / "config.json", reshaped, lambda: load_head(eagle, model.decoder), 2),
         "eagle tensors": (eagle / "model.safetensors", edited, lambda: load_head(eagle, model.decoder), 1),
         "eagle pickled": (bins / "pytorch_model.bin", edited, lambda: load_head(bins, model.decoder), 2),

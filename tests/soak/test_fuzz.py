@@ -26,7 +26,7 @@ QUICK = (
     "config",
     "config text",
     "gguf header",
-    "policy",
+    "policy by hand",
     "safetensors",
     "safetensors index",
     "trace meta",
