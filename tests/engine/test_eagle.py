@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from scipy.stats import chisquare
 
+from specdial.engine import tree_acceptance
 from specdial.engine.cache import KVCache
 from specdial.engine.loop import Decoding
 from specdial.engine.models.eagle import EagleHead, HeadConfig, HeadWeights, default_taps, head_shapes
@@ -326,3 +328,36 @@ def test_fused_passes_leave_a_head_what_plain_ones_do(decoder, head, monkeypatch
     assert again == tokens
     assert [r.drafts.tolist() for r in fused] == [r.drafts.tolist() for r in rounds]
     assert sum(int(r.accepted.sum()) for r in rounds) > 0
+
+
+def pvalue(tokens, p):
+    """Of tokens drawn from p [V], rare ones taken together."""
+    expected, counts = len(tokens) * p, np.bincount(tokens, minlength=len(p))
+    often = expected >= 5
+    table = np.array([[*x[often], x[~often].sum()] for x in (counts, expected)])
+    table = table[:, table[1] > 1e-9]
+    return chisquare(table[0], table[1] * (table[0].sum() / table[1].sum())).pvalue
+
+
+@pytest.mark.parametrize(("lanes", "broken"), [(240, False), (120, True)])
+def test_sampled_trees_write_what_the_target_writes(decoder, head, full_logits, monkeypatch, lanes, broken):
+    """Every token given those before it, over many copies of a prompt and several rounds; a sharper draw fails."""
+    temperature = 0.25
+    if broken:
+        draw = tree_acceptance.draw
+        monkeypatch.setattr(tree_acceptance, "draw", lambda p, uniform: draw(p.pow(1.5), uniform))
+    s = sequences(decoder, head, prompts=PROMPTS[2:], limits=[3]).repeated(lanes)
+    s.hold(PROMPTS[2], limit=3)
+    sampling, trees = Sampling(temperature=temperature, seed=5), policy(tree={"width": 40, "nodes": 48})
+    accepted = [int(r.accepted.sum()) for r in Decoding(s, trees, sampling, list(range(lanes))).rounds()]
+    assert sum(accepted) > lanes // 8
+    written, found = np.array(s.tokens)[:, len(PROMPTS[2]) :], []
+    for n in range(3):
+        prefixes, which, counts = np.unique(written[:, :n], axis=0, return_inverse=True, return_counts=True)
+        for number in np.argsort(-counts)[:4]:
+            if counts[number] >= 20:
+                text = torch.tensor([[*PROMPTS[2], *prefixes[number].tolist()]])
+                p = torch.softmax(full_logits(decoder, text)[0, -1].double() / temperature, -1).numpy()
+                found.append(pvalue(written[which.ravel() == number, n], p))
+    assert len(found) >= 2
+    assert (min(found) > 0.001) != broken
