@@ -43,7 +43,7 @@ class Point:
 
 
 def section(inputs: Inputs) -> Section:
-    """Speed against agreement; a table."""
+    """Speed against agreement; a table; how far what was measured drifts from one full verification to the next."""
     rows = [row for row in (inputs.json("validation") or {}).get("policies", []) if not row["lossless"]]
     replayed = [outcome for outcome in (inputs.json("replay") or {}).get("outcomes", []) if not outcome["lossless"]]
     names = {row["name"] for row in rows if row["predicted"].get("fidelity")}
@@ -61,7 +61,7 @@ def section(inputs: Inputs) -> Section:
     for figure in figures:
         marks = [("lossy", "measured"), ("lossy soft", "predicted from probes")]
         html += key(*marks) + chart(figure, "Speedup against top-1 agreement with full verification")
-    return Section("lossy", TITLE, lead, html + _table(points), tuple(figures))
+    return Section("lossy", TITLE, lead, html + _table(points) + _drift(rows), tuple(figures))
 
 
 def _predicted(name: str, found: dict[str, Any]) -> Point:
@@ -137,3 +137,23 @@ def _table(points: list[Point]) -> str:
 
 def _share(value: float | None) -> str:
     return "–" if value is None else f"{value:.1%}"
+
+
+def _drift(rows: list[dict[str, Any]]) -> str:
+    """Of every validated policy, by rounds since full verification: 0 are the full rounds themselves."""
+    cells = [
+        [
+            named(row["name"], False),
+            str(age["rounds_since_full"]),
+            str(age["tokens"]),
+            _share(age["top1_agreement"]),
+            number(age["kl_nats"], 4),
+            number(age["hidden_cosine"], 4),
+        ]
+        for row in rows
+        for age in row["measured"].get("fidelity", {}).get("drift", [])
+    ]
+    if not cells:
+        return ""
+    columns = ["policy", "rounds since full", "tokens", "top-1", "KL, nats", "cosine of hidden states"]
+    return "<h3>Drift since full verification</h3>" + table(columns, cells)

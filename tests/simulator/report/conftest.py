@@ -23,7 +23,10 @@ def write_validation(folder):
         fidelity, expected = {}, {}
         if not lossless:
             found = {"top1_agreement": 0.97, "top1_agreement_interval": [0.96, 0.98], "kl_nats": 0.02}
-            fidelity = {"fidelity": {**found, "token_agreement": 0.9}}
+            ages = [(0, 1.0, 0.0, 1.0), (1, 0.95, 0.03, 0.9876)]
+            names = ("rounds_since_full", "top1_agreement", "kl_nats", "hidden_cosine")
+            drift = [{**dict(zip(names, age)), "tokens": 40} for age in ages]
+            fidelity = {"fidelity": {**found, "token_agreement": 0.9, "drift": drift}}
             top1 = {"value": 0.98, "low": 0.95, "high": 0.99}
             expected = {"fidelity": {"top1_agreement": top1, "kl_nats": None}}
         return {

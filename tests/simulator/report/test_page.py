@@ -92,6 +92,8 @@ def test_lossless_and_lossy_are_labelled_and_apart(page):
     lossy = figures_of(tree)["chart-lossy"]["data"]
     assert [part["x"] for part in lossy] == [[0.98], [0.97]]  # predicted, measured
     assert lossy[1]["error_x"]["array"] == pytest.approx([0.01])
+    assert '<td class="num">1</td><td class="num">40</td><td class="num">95.0%</td>' in page
+    assert '<td class="num">0.9876</td>' in page
     assert "lossless" not in tree.sections["lossy"]
     for section in ("inversion", "surface", "breakdown"):
         assert "lossless" in tree.sections[section]
