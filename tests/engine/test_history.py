@@ -21,6 +21,7 @@ def test_raw_rows_of_all_layers_go_in_at_once_and_of_one_sequence_by_layer(monke
     taken = []
 
     def push(ring, raw, lengths, committed, *, backend, score):
+        assert score.shape == (*ring.shape[:2], ring.shape[3])
         taken.append((tuple(ring.shape), ring.data_ptr(), score.data_ptr(), tuple(raw.lse.shape), backend))
 
     monkeypatch.setattr(histories, "push_rows", push)

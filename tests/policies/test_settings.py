@@ -124,6 +124,8 @@ def test_names_that_could_not_name_a_file_are_refused(name):
 
 # The same, of what files may leave out or cells may set.
 MORE_BOUNDS = [
+    (RateConfig, "accepted_nats", 0.0, None),
+    (RateConfig, "rejected_nats", 0.0, None),
     (Tree, "width", 1, 64),
     (Tree, "nodes", 1, 512),
     (Drafter, "window", 0, 1 << 24),
@@ -145,7 +147,7 @@ MORE_BOUNDS = [
 
 @pytest.mark.parametrize(("of", "name", "low", "high"), MORE_BOUNDS, ids=lambda x: getattr(x, "__name__", str(x)))
 def test_these_bounds_are_inclusive_and_no_wider(of, name, low, high):
-    rest = {"overrides": {}} if of is Cell else {}
+    rest = {"overrides": {}} if of is Cell else {"kind": "rate"} if of is RateConfig else {}
     for bound, way in ((low, -1), (high, 1)):
         if bound is not None:
             assert getattr(parse(of, {**rest, name: bound}), name) == bound
@@ -196,6 +198,9 @@ def test_a_list_of_draft_lengths_stays_within_the_longest():
 
     assert policy_from_mapping(rate([1, 8])).controller.k_set == (1, 8)
     assert policy_from_mapping(rate([])).k_max == 8
+    for refused in ([0, 8], [8, 65]):
+        with pytest.raises(UserError, match=r"controller\.k_set is"):
+            policy_from_mapping(rate(refused))
     with pytest.raises(UserError, match=r"controller\.k_set holds 9, k_max is 8"):
         policy_from_mapping(rate([1, 9]))
 

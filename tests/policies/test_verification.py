@@ -5,6 +5,7 @@ import pytest
 from specdial.policies.errors import UserError
 from specdial.policies.file import dump_policy, parse_policy, policy_digest
 from specdial.policies.schema import policy_from_mapping
+from specdial.policies.verification import ScoringHeads, VerifyKV
 
 FIXED = {"kind": "fixed", "k": 4}
 PARTIAL = {"mode": "partial", "full_period": 0}
@@ -140,3 +141,44 @@ def test_heads_that_a_model_lacks_are_refused_when_they_meet():
         heads.check_model("target", "tiny", layers=3, heads=4)
     with pytest.raises(UserError, match=r"scoring_heads.target\[0\] is \[0, 3\], tiny has 4 layers of 3 heads"):
         heads.check_model("target", "tiny", layers=4, heads=3)
+
+
+def test_buffer_and_period_bound_what_is_uncorrected():
+    plain, buffered = VerifyKV(mode="partial", full_period=4), VerifyKV(mode="partial", full_period=4, buffer=12)
+    assert (plain.overflows(10**6, 10**6), plain.holds(0), plain.most_uncorrected(3)) == (False, False, 12)
+    assert [buffered.overflows(n, 5) for n in (0, 7, 8)] == [False, False, True]
+    assert [buffered.holds(n) for n in (1, 512, 513)] == [True, True, False]
+    assert [buffered.most_uncorrected(k) for k in (2, 3, 4)] == [9, 12, 12]
+    assert VerifyKV(mode="partial", full_period=0).most_uncorrected(3) == 0
+    assert [VerifyKV(mode="partial", full_period=n).lossless for n in (0, 1, 2)] == [False, True, False]
+
+
+def test_the_largest_and_smallest_that_go_together():
+    """Each is the last of its kind that is not refused."""
+    hybrid = {**PARTIAL, "source": "hybrid", "scope": "model", "budget": 100}
+    more = {"drafter": MODEL, "scoring_heads": HEADS}
+    assert policy({**hybrid, "lookahead_tokens": 80}, **more).verify_kv.lookahead_tokens == 80
+    with pytest.raises(UserError, match="leave 80 of the budget"):
+        policy({**hybrid, "lookahead_tokens": 81}, **more)
+    assert policy({**PARTIAL, "full_period": 9, "buffer": 5}).verify_kv.buffer == 5
+    assert policy({**PARTIAL, "budget": 20}).verify_kv.budget == 20
+    assert policy({**PARTIAL, "source": "recent", "sink": 0, "recent": 1}).verify_kv.keys.budget == 1
+    assert policy({**PARTIAL, "full_period": 1}, draft_kv={"decay": 0.5}).lossless
+    with pytest.raises(UserError, match=r"draft_kv\.decay is 0\.5, partial verification needs history by window"):
+        policy(PARTIAL, draft_kv={"decay": 0.5})
+    assert policy(PARTIAL, draft_kv={"decay": 1.0}).draft_kv.decay == 1.0
+
+
+def test_heads_are_pairs_of_a_layer_and_a_head_that_a_model_has():
+    heads = ScoringHeads(target=((3, 1), (0, 2), (3, 0)))
+    assert heads.by_layer("target") == {0: (2,), 3: (0, 1)}
+    assert (bool(heads), bool(ScoringHeads()), bool(ScoringHeads(draft=((0, 0),)))) == (True, False, True)
+    heads.check()
+    for wrong, says in ((((0,),), "as .layer, head., from 0"), (((0, 1, 2),), "from 0"), (((0, -1),), "from 0"),
+                        (((1, 2), (1, 2)), "given before")):  # fmt: skip
+        with pytest.raises(UserError, match=says):
+            ScoringHeads(draft=wrong).check()
+    heads.check_model("target", "m", layers=4, heads=3)
+    for layers, count in ((3, 3), (4, 2)):
+        with pytest.raises(UserError, match=f"m has {layers} layers of {count} heads"):
+            heads.check_model("target", "m", layers=layers, heads=count)
