@@ -6,6 +6,7 @@ Exit codes: 0 done, 1 a fault of the program, 2 a mistake in the input, told in 
 """
 
 import os
+import re
 import sys
 from collections.abc import Callable
 from importlib import import_module, metadata
@@ -18,8 +19,8 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
-from specdial.conf.completion import HOW_TO, bash_script
-from specdial.conf.help import help_text
+from specdial.conf.completion import HOW_TO, SHELLS, script
+from specdial.conf.help import help_text, nearest
 from specdial.conf.schema import plain_settings, with_model, with_policies, with_policy_file, with_trace
 from specdial.policies.errors import UserError
 
@@ -119,9 +120,9 @@ def _main(arguments: list[str]) -> None:
         print(f"specdial {metadata.version('specdial')}")
         return
     if arguments[0] == "--completion":
-        if arguments[1:] != ["bash"]:
+        if len(arguments) != 2 or arguments[1] not in SHELLS:
             fail(f"no completion for {' '.join(arguments[1:]) or 'no shell'}; {HOW_TO}")
-        print(bash_script(VERBS))
+        print(script(arguments[1], VERBS))
         return
     verb = arguments[0]
     if verb not in VERBS:
@@ -137,7 +138,7 @@ def _main(arguments: list[str]) -> None:
         base = {"version_base": "1.3"} if hydra.__version__.startswith("1.3.") else {}
         hydra.main(config_path="pkg://specdial.conf", config_name=verb, **base)(task(verb))()
     except (HydraException, OmegaConfBaseException) as error:
-        fail(f"{error}; see specdial {verb} --help")
+        fail(f"{unknown_setting(verb, str(error)) or error}; see specdial {verb} --help")
     except OSError as error:  # of a sweep's own folder
         if error.filename is None:
             raise
@@ -192,6 +193,15 @@ def returned(result: Any, wanted: object) -> Any:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise UserError(f"returns is {wanted!r}, which is no number", "name a number of the result")
     return float(value)
+
+
+def unknown_setting(verb: str, said: str) -> str | None:
+    """Hydra advises to add a setting that it does not know; what was meant is more use. None for other words."""
+    found = re.match(r"Could not override '([^']+)'", said)
+    if found is None:
+        return None
+    meant = nearest(verb, found[1])
+    return f"{verb} has no setting {found[1]}" + (f"; did you mean {meant}" if meant else "")
 
 
 def out_of_memory(error: Exception) -> bool:

@@ -4,6 +4,7 @@ Read from the verb's yaml file: a setting's meaning is the comment behind it, or
 files share are explained here once. Leaves out Hydra, so that help is instant.
 """
 
+import difflib
 import shutil
 import textwrap
 from collections.abc import Iterator, Mapping
@@ -146,6 +147,14 @@ def _settings(files: Mapping[str, str], chosen: str | None, prefix: str) -> list
 
 def _known(changed: Mapping[str, Option], settings: Mapping[str, Option]) -> dict[str, Option]:
     return {name: option for name, option in changed.items() if name in settings}
+
+
+def nearest(verb: str, name: str) -> str | None:
+    """The setting or group of a verb that a mistyped name most likely means; None where none is like it."""
+    found = read_verb(verb)
+    names = [option.name for group in found.groups for option in group.settings] + [g.name for g in found.groups]
+    close = difflib.get_close_matches(name, [*names, *(option.name for option in found.settings)], n=1)
+    return close[0] if close else None
 
 
 def help_text(verb: str, chosen: Mapping[str, str] | None = None) -> str:

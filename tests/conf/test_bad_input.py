@@ -125,7 +125,7 @@ class TestSettings:
             (("replay", "trace=model"), "model is not a trace: it has no meta.json; check the path"),
             (("replay", "trace=text.txt"), "text.txt is not a trace"),
             (("simulate",), "unknown verb 'simulate'; use one of record, calibrate, "),
-            (("run", "promt=x"), "Could not override 'promt'"),
+            (("run", "promt=x"), "run has no setting promt; did you mean prompt"),
             (("run", "prompt"), "missing EQUAL"),
             (("run", "--verbose", "prompt=x"), "unknown option --verbose; use setting=value"),
             (("export", "out=text.txt/a.yaml"), "cannot write text.txt/a.yaml"),

@@ -100,5 +100,29 @@ def test_completion_in_bash(cli, tmp_path):
     assert dict(zip(COMPLETIONS, map(str.split, found.stdout.splitlines()))) == COMPLETIONS
 
 
+def test_completion_in_zsh(cli, tmp_path):
+    """Zsh's own functions are stood in for: what they are given is what completes."""
+    zsh = shutil.which("zsh")
+    if zsh is None:
+        pytest.skip("no zsh on this machine: apt-get install zsh")
+    result = cli("--completion", "zsh")
+    assert (result.code, result.err) == (0, "")
+    (tmp_path / "script").write_text(result.out)
+    standing = (
+        "compdef() { : }; compset() { PREFIX=${words[CURRENT]#*=} }; _files() { print -l $PREFIX*(N/) }",
+        "compadd() { while [[ $1 != -- ]] { shift }; shift; print -rl -- ${(M)@:#$PREFIX*} }",
+    )
+    lines = [
+        f"words=({line} {chr(39) * 2 if line.endswith(' ') else ''}); CURRENT=$#words PREFIX=$words[-1]; "
+        "print -r -- ${(f)$(_specdial)}"
+        for line in COMPLETIONS
+    ]
+    command = "\n".join([*standing, "source ./script || exit 1", *lines])
+    (tmp_path / "runs").mkdir()
+    found = subprocess.run([zsh, "-fc", command], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert found.stderr == ""
+    assert dict(zip(COMPLETIONS, map(str.split, found.stdout.splitlines()))) == COMPLETIONS
+
+
 def test_completion_of_another_shell_is_refused(refused):
     refused("--completion", "fish", says="no completion for fish")
