@@ -104,6 +104,8 @@ class Schedule:
 
     def _filled(self, verify_kv: VerifyKV, unread: int) -> tuple[bool, bool]:
         """Is the buffer full, does the budget hold everything, if rounds in flight committed `unread` tokens?"""
+        if not verify_kv.buffer:
+            return False, False
         uncorrected, committed = int(self._uncorrected.max()) + unread, int(self.s.committed.max()) + unread
         return verify_kv.overflows(uncorrected, self._most_tokens), verify_kv.holds(committed)
 
