@@ -27,7 +27,7 @@ def script(monkeypatch):
 
 def test_dry_run_measures_what_was_found_among_the_fastest_points(script, tiny_checkpoint, tmp_path, capsys):
     model = str(tiny_checkpoint("qwen2", vocab_size=288))
-    command = ["--dry", "--model", model, "--workload", "novel", "--budgets", "128", "--train", "1"]
+    command = ["--dry", "--model", model, "--workload", "novel", "--budgets", "128", "--train", "1", "--trials", "10"]
     command += ["--keep", str(tmp_path / "kept")]
     rows = {row["id"]: row for row in script("search_regret").main(command)}
     assert set(rows) == {"Q1-regret-novel-300-B1", "Q1-regret-novel-300-B1-in-sample"}

@@ -34,7 +34,7 @@ from specdial.simulator.search import Plan, search
 from specdial.simulator.space import Space
 from specdial.simulator.study import NAME, Shared, is_done, open_storage, root_of
 
-TRIALS = 30
+TRIALS = 20
 
 
 @pytest.fixture
