@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -17,6 +18,12 @@ from torch import Tensor
 
 UNCAPTURED = "uncaptured"
 WARMUP_RUNS = 2  # compiles kernels and fills library handles outside the capture
+
+
+@cache
+def practice_stream(device: int) -> torch.cuda.Stream:
+    """The one stream for practice runs: cuBLAS keeps a workspace of every stream that it ever saw."""
+    return torch.cuda.Stream(device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +66,7 @@ class Graphs:
         started_s = time.perf_counter()
         static = tuple(t.clone() for t in inputs)
         self._capturing = True
-        side = torch.cuda.Stream()
+        side = practice_stream(torch.cuda.current_device())
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side), self._at_rest():
             for _ in range(WARMUP_RUNS):

@@ -24,8 +24,7 @@ def all_rows(decoder, tokens, start, backend):
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
 @pytest.mark.parametrize(("dtype", "worst"), [("float32", 1e-3), ("bfloat16", 0.1)])
-def test_rows_match_the_cpu(architecture, dtype, worst, tiny_checkpoint, monkeypatch):
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
+def test_rows_match_the_cpu(architecture, dtype, worst, tiny_checkpoint):
     folder = str(tiny_checkpoint(architecture, head_dim=64))
     tokens = torch.randint(0, 256, (300,), generator=torch.Generator().manual_seed(2)).tolist()
     cpu = load_model(folder, device="cpu", dtype="float32").decoder

@@ -13,8 +13,7 @@ pytestmark = [
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "mistral"])
 @pytest.mark.parametrize(("dtype", "worst"), [("float32", 1e-3), ("bfloat16", 0.5)])
-def test_logits_match_the_cpu(architecture, dtype, worst, tiny_checkpoint, full_logits, monkeypatch):
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
+def test_logits_match_the_cpu(architecture, dtype, worst, tiny_checkpoint, full_logits):
     folder = str(tiny_checkpoint(architecture))
     tokens = torch.randint(0, 288, (2, 64), generator=torch.Generator().manual_seed(2))
     wanted = full_logits(load_model(folder, device="cpu", dtype="float32").decoder, tokens)

@@ -38,7 +38,8 @@ def record(tiny_checkpoint, tmp_path, monkeypatch):
     model = str(tiny_checkpoint("llama", head_dim=64))
     shape = ["workload=file", "workload.documents=2", "workload.new_tokens=16", "context=96", "batch=1"]
     place = [f"model={model}", "hardware=cuda", "hardware.dtype=float32", f"workload.path={tmp_path / 'text.txt'}"]
-    policy = ["policy=sparse_self", "controller=fixed", "controller.k=2", "draft_kv.page=16", "draft_kv.budget=64"]
+    policy = ["policy=sparse_self", "controller=fixed", "controller.k=2", "draft_kv.page=16"]
+    policy += ["draft_kv.budget=64", "draft_kv.recent=16"]
     monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
 
     def run(out):
