@@ -1,5 +1,7 @@
 """GGUF files written as llama.cpp's converter does, read back, against the Hugging Face folder they came from."""
 
+import struct
+
 import gguf
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ from specdial.engine.models.rope import inverse_frequencies
 from specdial.engine.weights import load_model
 from specdial.engine.weights.gguf_header import GgufFile
 from specdial.engine.weights.hf import SafetensorsWeights, read_config
+from specdial.policies.errors import UserError
 
 TOKENS = torch.randint(0, 288, (2, 64), generator=torch.Generator().manual_seed(5))
 QUANTISED = [Kind.F16, Kind.BF16, Kind.Q8_0, Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1]
@@ -146,3 +149,80 @@ def test_yarn_attention_factor_multiplies_in_gguf():
     assert inverse_frequencies(plain, 16)[1] == pytest.approx(1.1386294)
     replaced = RopeConfig(kind="yarn", factor=4.0, original_context_tokens=32, attention_factor=0.5)
     assert inverse_frequencies(replaced, 16)[1] == 0.5
+
+
+def header(tmp_path, tensors, keys, body=b""):
+    path = tmp_path / "made.gguf"
+    path.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, tensors, keys) + body)
+    return path
+
+
+def named(text):
+    return struct.pack("<Q", len(text.encode())) + text.encode()
+
+
+def placed(name, shape, kind, offset):
+    """A tensor's entry; shape in torch's order."""
+    dims = struct.pack(f"<I{len(shape)}Q", len(shape), *reversed(shape))
+    return named(name) + dims + struct.pack("<IQ", int(kind), offset)
+
+
+@pytest.mark.parametrize(("tensors", "keys", "needed"), [(2, 0, 48), (0, 3, 36), (1, 1, 36)])
+def test_counts_are_held_against_the_file_before_anything_is_read(tmp_path, tensors, keys, needed):
+    """A tensor takes 24 bytes at least, a key 12."""
+    with pytest.raises(UserError, match=f"{needed} bytes declared at 24, the file has {23 + needed}"):
+        GgufFile(header(tmp_path, tensors, keys, bytes(needed - 1)))
+    with pytest.raises(UserError) as caught:
+        GgufFile(header(tmp_path, tensors, keys, b"\xff" * needed))
+    assert f"{needed} bytes declared at 24" not in str(caught.value)
+
+
+def test_a_header_by_hand(tmp_path):
+    values = (
+        (4, struct.pack("<I", 7), 7), (8, named("é"), "é"), (7, b"\x01", True), (1, b"\xfe", -2),
+        (9, struct.pack("<IQ3h", 3, 3, 1, -2, 3), [1, -2, 3]),
+        (9, struct.pack("<IQ", 8, 2) + named("a") + named("bc"), ["a", "bc"]),
+    )  # fmt: skip
+    body = b"".join(named(f"k{i}") + struct.pack("<I", kind) + raw for i, (kind, raw, _) in enumerate(values))
+    body += named("general.alignment") + struct.pack("<II", 4, 64)
+    body += placed("one", (2, 3), Kind.F32, 0) + placed("two", (1, 2, 1, 32), Kind.Q8_0, 64)
+    start = -(-(24 + len(body)) // 64) * 64
+    one, two = np.arange(6, dtype=np.float32), np.arange(64, dtype=np.float32).reshape(2, 32)
+    data = one.tobytes().ljust(64, b"\0") + quantize(two, Kind.Q8_0).tobytes()
+    path = header(tmp_path, 2, len(values) + 1, body.ljust(start - 24, b"\0") + data)
+    file = GgufFile(path)
+    assert [file.metadata[f"k{i}"] for i in range(len(values))] == [value for _, _, value in values]
+    assert {name: (t.shape, t.offset_bytes, t.size_bytes) for name, t in file.tensors.items()} == {
+        "one": ((2, 3), start, 24), "two": ((1, 2, 1, 32), start + 64, 68),
+    }  # fmt: skip
+    assert file.load("one").tolist() == one.reshape(2, 3).tolist()
+    assert file.load("two", torch.float16).dtype == torch.float16
+    assert torch.allclose(file.load("two").view(2, 32), torch.from_numpy(two), atol=0.3)
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(UserError, match=f"tensor two ends at byte {start + 132} of {start + 131}"):
+        GgufFile(path)
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        (placed("x", (1,) * 5, Kind.F32, 0), "tensor x has 5 dimensions"),
+        (placed("x", (), Kind.F32, 0), "odd"),
+        (placed("x", (0, 4), Kind.F32, 0), "odd"),
+        (placed("x", (4, 33), Kind.Q8_0, 0), "odd"),
+        (placed("x", (1,), 99, 0), "unknown type 99"),
+        (named("\x00")[:-1] + b"\xff" + bytes(40), "is not UTF-8"),
+    ],
+)
+def test_tensors_that_cannot_be_are_named(tmp_path, body, says):
+    with pytest.raises(UserError, match=says):
+        GgufFile(header(tmp_path, 1, 0, body + bytes(200)))
+
+
+@pytest.mark.parametrize("alignment", [(4, "<I", 0), (5, "<i", -32), (6, "<f", 32.0)])
+def test_alignment_is_a_whole_number_above_zero(tmp_path, alignment):
+    kind, code, value = alignment
+    body = named("general.alignment") + struct.pack("<I", kind) + struct.pack(code, value)
+    with pytest.raises(UserError, match="alignment"):
+        GgufFile(header(tmp_path, 0, 1, body))
+    assert GgufFile(header(tmp_path, 0, 1, named("general.alignment") + struct.pack("<II", 4, 1))).tensors == {}

@@ -7,6 +7,7 @@ import pyarrow as pa
 import pytest
 
 from specdial.engine.trace.reader import read_trace
+from specdial.simulator import acceptance
 from specdial.simulator.acceptance import (
     FEATURES,
     Judged,
@@ -113,3 +114,30 @@ def test_scores_kept_over_rounds_have_an_age(tmp_path):
     assert record.age.tolist() == [i % 3 for i in range(rounds)]
     ages = judged_drafts(record, arms=[0]).features[:, FEATURES.index("log_age")]
     assert set(np.round(np.exp(ages) - 1.0)) == {0.0, 1.0, 2.0}
+
+
+@pytest.mark.parametrize("ridge", [1e-4, 1.0])
+def test_the_fit_is_where_likelihood_and_ridge_balance(monkeypatch, ridge):
+    """d/dw of mean log loss + ridge |w|^2 / 2 is 0, the bias is free."""
+    monkeypatch.setattr(acceptance, "RIDGE", ridge)
+    random = np.random.default_rng(0)
+    x = random.normal(size=(200, 2))
+    label = (random.random(200) < 1.0 / (1.0 + np.exp(-(1.0 + x @ [2.0, -1.0])))).astype(float)
+    found = acceptance._logistic(x, label)
+    error = 1.0 / (1.0 + np.exp(-(found[0] + x @ found[1:]))) - label
+    assert error.mean() == pytest.approx(0.0, abs=1e-4)
+    assert x.T @ error / 200 + ridge * found[1:] == pytest.approx([0.0, 0.0], abs=1e-4)
+    assert found[1] > 0.1
+
+
+def test_calibration_by_hand():
+    """Bins of a tenth; a probability of 1 belongs to the last."""
+    p, label = np.array([0.05, 0.05, 0.5, 1.0]), np.array([0.0, 1.0, 1.0, 1.0])
+    found = acceptance.calibration(p, label)
+    predicted, seen, count = zip(*found.reliability, strict=True)
+    assert predicted == pytest.approx((0.05, 0.5, 1.0))
+    assert (seen, count, found.n) == ((0.5, 1.0, 1.0), (2, 1, 1), 4)
+    assert found.expected_calibration_error == pytest.approx((2 * 0.45 + 0.5) / 4)
+    assert found.log_loss == pytest.approx(-(np.log(0.95) + np.log(0.05) + np.log(0.5)) / 4)
+    assert found.base_log_loss == pytest.approx(-(0.75 * np.log(0.75) + 0.25 * np.log(0.25)))
+    assert acceptance.calibration(np.zeros(2), np.zeros(2)).log_loss == pytest.approx(1e-9, abs=1e-12)

@@ -111,3 +111,9 @@ def test_two_costs_are_those_of_a_line_and_never_negative():
     errors = np.array([draft + verify, 2 * draft + verify, 3 * draft + verify]) / [3.0, 3.0, 6.0] - 1.0
     assert np.abs(errors) == pytest.approx([0.2] * 3)
     assert analytic.fit_two_costs(k, 8.0 - k)[0] == pytest.approx(0.0, abs=1e-9)
+
+
+def test_certain_acceptance_divides_by_nothing():
+    with np.errstate(all="raise"):
+        assert analytic.geometric_accepted(1.0, 4) == 4.0
+        assert analytic.geometric_accepted(np.array([0.0, 0.5, 1.0]), 2).tolist() == [0.0, 0.75, 2.0]

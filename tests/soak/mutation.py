@@ -36,7 +36,8 @@ TESTS = {
     "policies/controllers/simple.py": "policies/test_controllers.py policies/test_rules.py policies/test_settings.py",
     "policies/drafting.py": "policies/test_drafting.py policies/test_settings.py",
     "policies/verification.py": "policies/test_verification.py policies/test_settings.py",
-    "policies/schema.py": "policies/test_schema.py policies/test_settings.py policies/test_placement.py",
+    "policies/schema.py": "policies/test_schema.py policies/test_settings.py policies/test_drafting.py "
+    "policies/test_verification.py policies/test_placement.py",
     "policies/fields.py": "policies/test_fields.py policies/test_settings.py",
     "policies/file.py": "policies/test_file.py policies/test_file_trust.py",
     "policies/artifact.py": "policies/test_artifact.py",

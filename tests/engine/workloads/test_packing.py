@@ -1,5 +1,7 @@
 """Packing by hand: what is cut where, what a run claims, how many documents a split gets."""
 
+from dataclasses import replace
+
 import pytest
 
 from specdial.engine.workloads.packing import Frame, bare, claims, enough, pack, place, shuffled, split_labels
@@ -86,3 +88,15 @@ def test_too_few_and_overlapping_documents_are_named():
     with pytest.raises(UserError, match=r"documents 0 \(x\) and 1 \(w\) share source text"):
         place([draft("x", 0, 5), draft("w", 4, 9)], spec)
     assert len(place([draft("x", 0, 5, filler_shared=True), draft("w", 4, 9)], spec)) == 2
+
+
+def test_a_long_claim_is_remembered_behind_a_shorter_one_of_its_split():
+    """Two documents of one split, the second within the first; a third of another split meets the first alone."""
+    drafts = [Draft(name, [1], meta={"source": [["a", *ends]]}) for name, ends in zip("xyz", ((0, 9), (2, 4), (6, 12)))]
+    specs = (WorkloadSpec("book", 8, documents=3, stride_tokens=1, seed=seed) for seed in range(99))
+    shares = {"train_frac": 0.6, "validation_frac": 0.0, "test_frac": 0.4}
+    spec = next(s for s in (replace(s, **shares) for s in specs) if split_labels(s) == ["train", "train", "test"])
+    with pytest.raises(UserError, match=r"documents 0 \(x\) and 2 \(z\) share source text"):
+        place(drafts, spec)
+    drafts[2].meta["source"][0][1] = 9
+    assert [d.split for d in place(drafts, spec)] == ["train", "train", "test"]
