@@ -119,7 +119,8 @@ def test_scores_kept_over_rounds_have_an_age(tmp_path):
 @pytest.mark.parametrize("ridge", [1e-4, 1.0])
 def test_the_fit_is_where_likelihood_and_ridge_balance(monkeypatch, ridge):
     """d/dw of mean log loss + ridge |w|^2 / 2 is 0, the bias is free."""
-    monkeypatch.setattr(acceptance, "RIDGE", ridge)
+    if ridge != 1e-4:  # what it is
+        monkeypatch.setattr(acceptance, "RIDGE", ridge)
     random = np.random.default_rng(0)
     x = random.normal(size=(200, 2))
     label = (random.random(200) < 1.0 / (1.0 + np.exp(-(1.0 + x @ [2.0, -1.0])))).astype(float)
@@ -141,3 +142,44 @@ def test_calibration_by_hand():
     assert found.log_loss == pytest.approx(-(np.log(0.95) + np.log(0.05) + np.log(0.5)) / 4)
     assert found.base_log_loss == pytest.approx(-(0.75 * np.log(0.75) + 0.25 * np.log(0.25)))
     assert acceptance.calibration(np.zeros(2), np.zeros(2)).log_loss == pytest.approx(1e-9, abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("label", "accepted_nats", "rejected_nats", "acceptance_rate"),
+    [([1.0, 1.0, 0.0, 0.0], 0.5, 2.5, 0.5), ([1.0] * 4, 1.5, 3.0, 1.0), ([0.0] * 4, 0.0, 1.5, 0.0),
+     ([1.0, 0.5, 0.5, 0.0], 0.75, 2.25, 0.5)],
+)  # fmt: skip
+def test_the_rate_starts_at_weighted_means(monkeypatch, label, accepted_nats, rejected_nats, acceptance_rate):
+    """Entropies 0 to 3. Where nothing was rejected, rejected drafts are taken to be as unsure as the least sure one."""
+    features = np.zeros((4, len(FEATURES)))
+    features[:, FEATURES.index("entropy_nats")] = np.arange(4.0)
+    features[:, 0] = 77.0
+    monkeypatch.setattr(acceptance, "judged_drafts", lambda *asked: Judged(features, np.array(label)))
+    found = fit_rate(None, 0)
+    assert (found.accepted_nats, found.rejected_nats) == pytest.approx((accepted_nats, rejected_nats))
+    assert found.acceptance == acceptance_rate
+    assert found.slope >= 0.0  # of entropies that say the opposite too
+    assert -50.0 <= found.bias <= 50.0
+    monkeypatch.setattr(acceptance, "judged_drafts", lambda *asked: Judged(features[:0], np.zeros(0)))
+    assert fit_rate(None, 0) is None
+    with pytest.raises(ValueError, match="no judged drafts"):
+        fit_hazard(Judged(features[:0], np.zeros(0)))
+
+
+def test_judged_drafts_are_those_of_the_split_with_what_was_known_of_them(record):
+    arm, split = 1, "validation"
+    found = judged_drafts(record, split, [arm])
+    documents, rows = record.documents, []
+    position = 0
+    for doc in range(len(documents)):
+        for _ in range(int(documents.end[doc] - documents.start[doc])):
+            cell = position * len(record.arms) + arm
+            position += 1
+            for depth in range(int(record.depths[cell])) if documents.split[doc] == split else ():
+                if depth <= record.run[cell]:
+                    known = [record.signals[name][depth, cell] for name in ("entropy_nats", "top1_prob", "margin")]
+                    rows.append([np.log(depth + 1), *known, np.log(128), 0.0, float(depth < record.run[cell])])
+    order = np.lexsort(np.array(rows).T)
+    mine = np.column_stack([found.features, found.label])
+    assert len(mine) == len(rows) > 100
+    assert mine[np.lexsort(mine.T)] == pytest.approx(np.array(rows)[order])

@@ -109,11 +109,12 @@ def test_plain_time_is_every_step_at_the_mean_context_until_the_last_member_ends
 
 def test_corrections_are_counted_between_the_neighbouring_rows_and_contexts():
     grid, rows = np.array([0.0, 4.0, 8.0]), np.array([3.0, 8.0, 4.0])
-    bins = Bins.empty(2, 1, len(grid) - 1, KNOTS)
-    where = np.array([1, 0, 1]), np.zeros(3, np.int64)
+    bins = Bins.empty(2, 3, len(grid) - 1, KNOTS)
+    where = np.array([1, 0, 1]), np.array([2, 1, 2])
     bins.add_rows(*where, rows, np.array([150.0, 100.0, 300.0]), grid)
-    assert bins.counts[1, 0].tolist() == [[0.1875, 0.0625], [0.5625, 1.1875], [0.0, 0.0]]
-    assert bins.counts[0, 0].tolist() == [[0.0, 0.0], [0.0, 0.0], [1.0, 0.0]]
+    assert bins.counts[1, 2].tolist() == [[0.1875, 0.0625], [0.5625, 1.1875], [0.0, 0.0]]
+    assert bins.counts[0, 1].tolist() == [[0.0, 0.0], [0.0, 0.0], [1.0, 0.0]]
+    assert bins.counts.sum() == 3.0
     one = Bins.empty(1, 1, 2, KNOTS[:1])
     one.add(np.zeros(2, np.int64), np.zeros(2, np.int64), np.array([2, 2]), np.array([100.0, 100.0]))
     one.add(np.zeros(1, np.int64), np.zeros(1, np.int64), np.array([1]), np.array([100.0]), np.array([0.25]))
@@ -126,6 +127,7 @@ def test_corrections_are_counted_between_the_neighbouring_rows_and_contexts():
         ({"refresh": "round", "full_period": 5}, 1.0),
         ({"refresh": "full", "full_period": 5}, 0.25),
         ({"refresh": "full", "full_period": 2}, 1.0),
+        ({"refresh": "full", "full_period": 1}, 0.0),
         ({"refresh": "full", "full_period": 0}, 0.0),
     ],
 )
@@ -137,7 +139,8 @@ def test_kept_keys_are_chosen_once_a_period(policy, verify_kv, frac):
     full = Setting.of(lossy, lossy, 400)
     assert (full.partial, full.verified_keys, full.choosing_frac) == (False, 0, 1.0)
     assert full.verify_kv_tokens(KNOTS).tolist() == KNOTS.tolist()
-    assert found.source == full.source != ""
+    assert found.source == full.source
+    assert (found.source == "") == lossy.lossless == (verify_kv["full_period"] == 1)
 
 
 def test_the_setting_of_a_policy(policy):
