@@ -27,7 +27,7 @@ from _bench import finish, gate, record, relative_error, time_graph
 from _engine_bench import PARTS, accounts, check, close, complete, save, script
 from _real_records import is_1_5b, peers
 from prompts import given
-from specpv import Cell, fidelities, needle_records, sequences_for, timed
+from specpv import Cell, fidelities, needle_records, rounded, sequences_for, timed
 
 from specdial.engine.acceptance import Acceptance
 from specdial.engine.job import backend_for
@@ -208,7 +208,7 @@ def text_records(cell, policies, runs, judged, facts):
     for name, repeats in runs.items():
         case = f"{name}, {facts['model']}, {cell.workload}, B {cell.batch}, context {cell.context}"
         whole = [r.tokens_per_s for r in repeats]
-        said = {key: v if v is None else round(v, 5) for key, v in judged.get(name, {}).items()}
+        said = rounded(judged.get(name, {}))
         made.append(
             record(
                 f"{facts['prefix']}D3-{cell.suffix}-{name}", case, full[name], "tok/s",

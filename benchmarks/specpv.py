@@ -148,14 +148,18 @@ def records_of(cell, policies, runs, fidelity, facts):
         )  # fmt: skip
         if name in fidelity:
             said = rounded(fidelity[name])
-            said["drift"] = [rounded(age) for age in said["drift"]]
             agreement = said.pop("top1_agreement")
             made.append(record(f"{facts['prefix']}P2-{cell.suffix}-{name}", case, agreement, "top-1", **said, **more))
     return made
 
 
 def rounded(said):
-    return {key: round(value, 5) if isinstance(value, float) else value for key, value in said.items()}
+    """What `summary` says, to five places, drift by rounds since full included."""
+    if isinstance(said, dict):
+        return {key: rounded(value) for key, value in said.items()}
+    if isinstance(said, list):
+        return [rounded(value) for value in said]
+    return round(said, 5) if isinstance(said, float) else said
 
 
 def show(cell, runs, records):
