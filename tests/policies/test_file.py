@@ -15,7 +15,7 @@ from specdial import policies
 from specdial.policies.controllers import CONTROLLERS
 from specdial.policies.errors import UserError
 from specdial.policies.fields import to_plain
-from specdial.policies.file import dump_policy, load_policy, parse_policy, policy_digest, save_policy
+from specdial.policies.file import dump_policy, load_policy, parse_policy, policy_digest, save_policy, short_digest
 from specdial.policies.schema import SCHEMA, Policy, policy_from_mapping
 
 BUILTIN = sorted((Path(policies.__file__).parent / "builtin").glob("*.yaml"))
@@ -341,3 +341,16 @@ def test_a_policy_file_has_at_most_a_quarter_of_a_megabyte(tmp_path):
     path.write_text(text + "#" * (250_000 - len(text)) + "\n")
     with pytest.raises(UserError, match="is too large; a policy file has at most 250000 bytes"):
         load_policy(path)
+
+
+@pytest.mark.parametrize(("end", "longest"), [("b", 121), ("\u2028", 123)])
+def test_long_texts_are_broken_where_they_always_were(end, longest):
+    """At 120 columns: another width would give every file that holds one another digest."""
+    text = dump_policy(Policy(provenance={"note": "a " * 200 + end}))
+    assert max(map(len, text.splitlines()[2:])) == longest
+    assert parse_policy(text).provenance == {"note": "a " * 200 + end}
+
+
+def test_a_short_digest_is_the_start_of_the_digest():
+    assert short_digest(Policy()) == policy_digest(Policy())[:12]
+    assert len(short_digest(Policy())) == 12
