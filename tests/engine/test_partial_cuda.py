@@ -31,6 +31,7 @@ SOURCES = {
     },
     "hybrid": {"verify_kv": HYBRID, "scoring_heads": HEADS, **MODEL},
     "page_bound": {"verify_kv": {**PAGES, "source": "page_bound"}, **SELF},
+    "specpv": {"verify_kv": {**PAGES, "source": "page_bound", "bound": "specpv", "rows": "max"}, **SELF},
 }
 FIXED, RATE = {"kind": "fixed", "k": 3}, {"kind": "rate", "gamma": 0.1}
 
@@ -121,6 +122,19 @@ def test_no_step_of_a_captured_round_waits_for_the_device(decoders, name, period
         assert decoding._finish(launched).active.any()
 
 
+def test_a_buffer_fills_alike_whether_rounds_are_launched_ahead_or_not(decoders):
+    one = policy("page_bound", full_period=50, buffer=13, refresh="full")
+    s = sequences(decoders, [one])
+    tokens, rounds = decode(s, one)
+    s.rewind()
+    decoding, modes = Decoding(s, one, Sampling(), [0, 1, 2]), []
+    while not s.done.all():
+        modes.append(decoding.decode_round().mode)
+    assert [list(t) for t in s.tokens] == tokens
+    assert modes == [r.mode for r in rounds]
+    assert 0 < modes.count("full") < len(modes)
+
+
 def test_fidelity_on_the_device(decoders):
     one, whole = policy("history-model", full_period=4), policy("history-model", budget=1024)
     s = sequences(decoders, [one, whole])
@@ -128,3 +142,5 @@ def test_fidelity_on_the_device(decoders):
     strayed, exact = (summary(measure_fidelity(s, p, [0, 1, 2], plain)) for p in (one, whole))
     assert exact["token_agreement"] == 1.0
     assert strayed["kl_nats"] > exact["kl_nats"]
+    assert strayed["hidden_cosine"] < exact["hidden_cosine"]
+    assert exact["hidden_cosine"] == pytest.approx(1.0, abs=1e-3)
