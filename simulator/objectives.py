@@ -77,7 +77,10 @@ class Goal:
 
     @classmethod
     def of(cls, objectives: Sequence[str], constraints: Mapping[str, object]) -> "Goal":
-        """Raises UserError on a metric that is not known, given twice, or bounded by what is not a number."""
+        """constraints: bounds by metric, None for none.
+
+        Raises UserError on a metric that is not known, given twice, or bounded by what is not a number.
+        """
         for where, names in (("objectives", objectives), ("constraints", list(constraints))):
             unknown = [name for name in names if name not in METRICS]
             if unknown:
@@ -86,6 +89,8 @@ class Goal:
             raise UserError(f"objectives is {list(objectives)}", "name each objective once, at least one")
         bounds = []
         for name, bound in constraints.items():
+            if bound is None:
+                continue
             if isinstance(bound, bool) or not isinstance(bound, (int, float)):
                 raise UserError(f"constraints.{name} is {bound!r}", "give a number")
             bounds.append((name, float(bound)))
