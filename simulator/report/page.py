@@ -32,9 +32,13 @@ POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inli
 
 
 def build_page(inputs: Inputs) -> tuple[str, list[Section]]:
-    """The page, and the sections on it. Raises UserError when the plotly package, whose script it holds, is missing."""
+    """The page, and the sections on it.
+
+    Raises UserError when the plotly package, whose script it holds, is missing, and where a file lacks what it should
+    hold: changed by hand, or another version's.
+    """
     script = plotly_script()
-    sections = [make(inputs) for make in SECTIONS.values()]
+    sections = [_made(name, inputs) for name in SECTIONS]
     figures = {figure.name: figure.plain() for section in sections for figure in section.figures}
     data = {"figures": figures, "themes": {"light": LIGHT, "dark": DARK}, "font": FONT}
     title = f"specdial: {_model_name(inputs)}"
@@ -61,6 +65,15 @@ def build_page(inputs: Inputs) -> tuple[str, list[Section]]:
 </html>
 """
     return page, sections
+
+
+def _made(name: str, inputs: Inputs) -> Section:
+    try:
+        return SECTIONS[name](inputs)
+    except (LookupError, TypeError, AttributeError, ValueError) as error:
+        files = ", ".join(str(source.path) for source in inputs.sources.values())
+        cause = f"no section {name} can be made of {files}: {type(error).__name__} {error}"
+        raise UserError(cause, "make these files again with this version") from error
 
 
 def plotly_script() -> str:

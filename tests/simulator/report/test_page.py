@@ -129,6 +129,22 @@ def test_hatched_where_k_is_0_and_synthetic_data_say_so(page):
     assert "Read with care: random weights" in page
 
 
+DAMAGE = [("validation/validation.json", "policies", "measured"), ("tune/study.json", "tried", "front")]
+
+
+@pytest.mark.parametrize(("file", "lost", "section"), DAMAGE)
+def test_a_file_without_what_it_should_hold_is_told_in_one_line(runs, tmp_path, file, lost, section):
+    pytest.importorskip("plotly")
+    folder = tmp_path / "x"
+    folder.mkdir()
+    content = json.loads((runs / file).read_text())
+    del content[lost]
+    (folder / file.split("/")[1]).write_text(json.dumps(content))
+    with pytest.raises(UserError, match=f"no section {section} can be made of .*KeyError '{lost}'") as caught:
+        build_page(read_inputs({}, str(folder)))
+    assert "\n" not in str(caught.value)
+
+
 def test_sections_without_data_name_the_verb(runs):
     pytest.importorskip("plotly")
     page, sections = build_page(read_inputs({"costs": str(runs / "costs")}, None))
