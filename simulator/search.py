@@ -237,7 +237,8 @@ def _answer(digest: str, batch: int, level: str, reason: str | None, metrics: Me
 def _limit(trials: Sequence[FrozenTrial], plan: Plan) -> int:
     """How many trials there are to be: those of the plan, or those up to where the front stopped growing.
 
-    The volume is looked at after every full generation by number, so all workers stop at the same trial.
+    The volume is looked at after every full generation by number, so all workers stop at the same trial. A search that
+    has found nothing within its bounds goes on.
     """
     if not plan.stall or len(trials) < (plan.stall + 1) * GENERATION:
         return plan.trials
@@ -251,12 +252,12 @@ def _limit(trials: Sequence[FrozenTrial], plan: Plan) -> int:
         metrics = [t.user_attrs[REPLAY]["metrics"] for t in generation if t.state == TrialState.COMPLETE]
         costs = best + [plan.goal.costs(m) for m in metrics if plan.goal.feasible(m)]
         if not costs:
-            volumes.append(0.0)
-            continue
+            continue  # there is no front yet
         best = [costs[i] for i in front(costs)]
         if not len(reference):
             low, reference = np.min(costs, axis=0), np.max(costs, axis=0)
-            reference = reference + 0.1 * np.maximum(reference - low, 1e-12)
+            least = 1e-9 * np.maximum(np.abs(reference), 1e-3)  # or one point alone would span nothing
+            reference = reference + 0.1 * np.maximum(reference - low, least)
         volumes.append(hypervolume((np.array(best) - low) / (reference - low), np.ones(len(low))))
         if len(volumes) > plan.stall and volumes[-1] <= volumes[-1 - plan.stall] * (1.0 + STALL_FRAC):
             return min(plan.trials, len({root_of(t) for t in trials[: first + GENERATION] if is_done(t)}))

@@ -117,14 +117,18 @@ def test_samplers_of_one_objective_come_near_its_best(trace, tmp_path, sampler, 
     assert max(tried.metrics["speedup"] for tried in found.tried) > 0.999
 
 
-def test_a_search_stops_where_its_front_no_longer_grows(trace, tmp_path):
-    """Every policy is worth the same, so the second generation gains nothing."""
+@pytest.mark.filterwarnings("error::RuntimeWarning")
+@pytest.mark.parametrize(("bytes_read", "bound", "trials"), [(1.0, 2.0, 100), (4e8, 5e8, 100), (4e8, 3e8, 150)])
+def test_a_search_stops_where_its_front_no_longer_grows(trace, tmp_path, bytes_read, bound, trials):
+    """Every policy is worth the same, so the second generation gains nothing; without a front there is none to stop."""
     space = Space.of(Search(controllers=("entropy",)), read_record(trace), gamma=0.2)
 
     def evaluate(policies, batch):
-        return [Outcome(p, "exact", None, True, (), 1, 0, speedup=1.0, kv_bytes_per_token=1.0) for p in policies]
+        worth = {"speedup": 1.0, "kv_bytes_per_token": bytes_read}
+        return [Outcome(p, "exact", None, True, (), 1, 0, **worth) for p in policies]
 
-    shared = Shared(open_storage(str(tmp_path / "journal")), Goal(), {})
-    found = search(shared, space, evaluate, Plan("nsga2", 1000, 0, Goal(), stall=1))
-    assert found.stopped
-    assert found.trials == 100
+    goal = Goal(bounds=(("kv_bytes_per_token", bound),))
+    shared = Shared(open_storage(str(tmp_path / "journal")), goal, {})
+    found = search(shared, space, evaluate, Plan("random", 150, 0, goal, stall=1))
+    assert found.trials == trials
+    assert found.stopped == (trials < 150)
