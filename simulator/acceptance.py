@@ -112,7 +112,7 @@ def calibration(probability: Floats, label: Floats) -> Calibration:
     count = np.bincount(place, minlength=BINS)
     predicted = np.bincount(place, weights=p, minlength=BINS) / np.maximum(count, 1)
     seen = np.bincount(place, weights=label, minlength=BINS) / np.maximum(count, 1)
-    table = [(float(a), float(b), int(c)) for a, b, c in zip(predicted, seen, count, strict=True) if c]
+    table = [(float(a), float(b), int(c)) for a, b, c in zip(predicted, seen, count) if c]
     return Calibration(
         n=len(label),
         log_loss=float(-(label * np.log(p) + (1.0 - label) * np.log(1.0 - p)).mean()),

@@ -49,7 +49,7 @@ class CostModel:
         """Costs as calibrated."""
         column = {name: table.rows[name].to_numpy().astype(np.float64) for name in (*AXES, "median_us")}
         ops = np.array(table.rows["op"].to_pylist())
-        whose = zip(ops.tolist(), table.rows["drafter"].to_pylist(), table.rows["source"].to_pylist(), strict=True)
+        whose = zip(ops.tolist(), table.rows["drafter"].to_pylist(), table.rows["source"].to_pylist())
         names = np.array([operation(op, drafter, source) for op, drafter, source in whose])
         points = np.stack([column[name] for name in AXES], axis=1)
         measured = {

@@ -195,7 +195,7 @@ def _logged(step: Step, number: int, part: slice) -> tuple[Ints, ...]:
 
 
 def _sorted_log(log: list[tuple[Ints, ...]], documents: Documents) -> Rounds:
-    columns = [np.concatenate(column) for column in zip(*log, strict=True)]
+    columns = [np.concatenate(column) for column in zip(*log)]
     order = np.lexsort((columns[1], columns[0]))
     document, *rest = (column[order] for column in columns)
     return Rounds(documents.doc[document], *rest)

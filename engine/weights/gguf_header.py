@@ -147,7 +147,7 @@ class GgufFile:
         rows, width = math.prod(tensor.shape[:-1]), tensor.shape[-1]
         raw = np.frombuffer(self._data, np.uint8, tensor.size_bytes, tensor.offset_bytes).reshape(rows, -1)
         flat = out.view(rows, width)
-        step = max(1, _CHUNK_ELEMENTS // max(width, 1))
+        step = max(1, _CHUNK_ELEMENTS // width)
         try:
             for row in range(0, rows, step):
                 block = dequantize(np.array(raw[row : row + step]), tensor.kind)  # a copy: the file may be unaligned

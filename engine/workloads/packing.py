@@ -109,7 +109,7 @@ def split_labels(spec: WorkloadSpec) -> list[str]:
         if share > 0 and counts[i] == 0 and spec.documents >= len(SPLITS):
             counts[counts.index(max(counts))] -= 1
             counts[i] = 1
-    labels = [name for name, count in zip(SPLITS, counts, strict=True) for _ in range(count)]
+    labels = [name for name, count in zip(SPLITS, counts) for _ in range(count)]
     random.Random(f"{spec.seed}:split").shuffle(labels)
     return labels
 
