@@ -36,7 +36,7 @@ def drawn(record: Record, seed: int) -> Record:
 
 def with_luck(record: Record, seed: int) -> Record:
     """The record with a draw at every place, by which partial verification changes what is accepted."""
-    rows = int((record.documents.end - record.documents.start).sum())
+    rows = len(record.run) // max(len(record.arms), 1)  # of all documents, also where a record is left with some
     return replace(record, log_luck=np.log(1.0 - np.random.default_rng((seed, 3)).random(rows)))
 
 

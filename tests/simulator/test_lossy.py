@@ -157,6 +157,17 @@ def test_probes_thin_what_partial_rounds_accept(trace, lossy_costs, policy):
     assert thinned.tokens_per_round < mixed.tokens_per_round < lossless.tokens_per_round
 
 
+def test_a_record_of_some_documents_replays_as_these_documents_of_the_whole_do(trace, lossy_costs, policy):
+    """As surfaces are judged, cell by cell: the same draws at the same places."""
+    record = read_record(probed(trace, power, kept=0.6))
+    one = policy("fixed", controller={"k": 4}, verify_kv=partial(4))
+    for split in ("train", "validation"):
+        kept = record.documents.take(np.flatnonzero(record.documents.split == split))
+        (whole,) = replay(record, lossy_costs, [one], split, bootstrap=0)
+        (alone,) = replay(dataclasses.replace(record, documents=kept), lossy_costs, [one], bootstrap=0)
+        assert alone.plain() == whole.plain()
+
+
 def test_probes_lift_what_partial_rounds_accept_beyond_full_ones(trace, lossy_costs, policy):
     """Full rounds accept four of five drafts; partial ones half of the others too."""
     record = read_record(probed(trace, power, lifted=0.5))
