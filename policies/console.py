@@ -1,8 +1,8 @@
-"""Where tables are printed: as wide as the terminal, and never so narrow that a number is cut when there is none."""
+"""Where tables are printed: as wide as the terminal; where there is none, so wide that no number or name is cut."""
 
 from rich.console import Console
 
-TABLE_COLUMNS = 144
+TABLE_COLUMNS = 200
 
 
 def table_console() -> Console:

@@ -26,6 +26,7 @@ from specdial.simulator.report.section import (
 
 NEEDS = "specdial replay trace=runs/probed costs=runs/costs policy=lossy.yaml out=runs/replay"
 TITLE = "What lossy policies give up"
+MARKS = [("measured", "lossy", "measured"), ("predicted", "lossy soft", "predicted from probes")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +60,7 @@ def section(inputs: Inputs) -> Section:
     lead += "likeliest, against the speed."
     html = f'<p class="kinds">Every policy here is {label(False)}</p>'
     for figure in figures:
-        marks = [("lossy", "measured"), ("lossy soft", "predicted from probes")]
+        marks = [(kind, words) for source, kind, words in MARKS if source in {point.source for point in shown}]
         html += key(*marks) + chart(figure, "Speedup against top-1 agreement with full verification")
     return Section("lossy", TITLE, lead, html + _table(points) + _drift(rows), tuple(figures))
 

@@ -10,6 +10,7 @@ from specdial.simulator.report.section import (
     Json,
     Section,
     chart,
+    counted,
     key,
     kind_key,
     layout,
@@ -34,8 +35,9 @@ def section(inputs: Inputs) -> Section:
     rows: list[Row] = sorted(validation["policies"], key=lambda row: (not row["lossless"], -row["measured"]["speedup"]))
     known = [row for row in rows if row["predicted"].get("speedup") is not None]
     figures = [_figure(known)] if known else []
-    html = key(*kind_key({row["lossless"] for row in known}), ("line dotted", "measured = predicted"))
+    html = ""
     for figure in figures:
+        html += key(*kind_key({row["lossless"] for row in known}), ("line dotted", "measured = predicted"))
         caption = "Bars: 95 % intervals over documents. On the diagonal a prediction is exact."
         html += chart(figure, "Measured against predicted speedup", caption, "chart square")
     return Section("measured", TITLE, _lead(validation, rows), html + _table(rows), tuple(figures))
@@ -43,7 +45,8 @@ def section(inputs: Inputs) -> Section:
 
 def _lead(validation: dict[str, Any], rows: list[Row]) -> str:
     documents = len(validation["documents"])
-    text = f"{len(rows)} policies on {documents} {escape(validation['split'])} documents, batch {validation['batch']}. "
+    text = f"{counted(len(rows), 'policy', 'policies')} on {documents} {escape(validation['split'])} documents, "
+    text += f"batch {validation['batch']}. "
     if validation["median_error_frac"] is not None:
         text += (
             f"Predictions were off by {validation['median_error_frac']:.1%} (median), "

@@ -122,6 +122,11 @@ def number(value: float | None, digits: int = 2, unit: str = "") -> str:
     return "–" if value is None else f"{value:.{digits}f}{unit}".replace("-", "−")
 
 
+def counted(count: int, one: str, several: str) -> str:
+    """A count and what is counted."""
+    return f"{count:,} {one if count == 1 else several}"
+
+
 def times(value: float | None) -> str:
     """A speedup."""
     return number(value, 2, "×")
