@@ -185,6 +185,23 @@ def test_a_chart_is_saved_as_an_image_that_stands_alone(browser, path):
     assert browser.said("Runtime.consoleAPICalled", "Runtime.exceptionThrown", "Log.entryAdded") == []
 
 
+def test_a_point_of_the_front_tells_its_settings(browser, path):
+    browser.media()
+    browser.size(1280, 900)
+    browser.open(path)
+    found = browser.value("""(() => {
+        const point = document.querySelector("#chart-front .scatterlayer .trace:last-child path.point");
+        point.scrollIntoView({block: "center"});
+        const at = point.getBoundingClientRect();
+        return [at.x + at.width / 2, at.y + at.height / 2];
+    })()""")
+    for away in (40, 0):
+        browser("Input.dispatchMouseEvent", type="mouseMoved", x=found[0] - away, y=found[1])
+    text = """[...document.querySelectorAll("#chart-front .hoverlayer text")].map(e => e.textContent).join()"""
+    waiting = "new Promise(ok => setTimeout(ok, 50))"
+    assert any("lossless, exactcontroller" in browser.value(text) or browser.value(waiting) for _ in range(100))
+
+
 @pytest.mark.parametrize("width", [1280, 390])
 def test_every_section_is_drawn_and_legible(browser, path, width):
     browser.media()
