@@ -135,6 +135,11 @@ class CostModel:
             self._seen[key] = self.measured[name].at(np.array([batch, budget, k, context_tokens], np.float64))
         return self._seen[key]
 
+    def watched(self, op: str, lag: int, drafter: str, source: str) -> str:
+        """The operation in rounds whose controller looks at signals that late, where that was timed; else the same."""
+        name = f"{op}_lag{lag}"
+        return name if operation(name, drafter, source) in self.measured else op
+
     def plain_us(self, context_tokens: npt.ArrayLike, batch: int = 1) -> Floats:
         """One plain step of the whole batch."""
         return self._each("plain", context_tokens, batch, 0, 0)

@@ -42,13 +42,13 @@ def physical_terms(op: str, points: Floats) -> Floats:
     """
     batch, budget, k, context = points.T
     rows = {"verify": batch * (k + 1.0), "verify_partial": batch * (k + 1.0), "refresh": batch * k}.get(op, batch)
-    if op in ("draft", "verify_partial"):
+    if op.startswith("draft") or op == "verify_partial":
         keys = np.where(budget > 0.0, np.minimum(budget, context), context)
-    elif op in ("host", "host_partial"):
+    elif op.startswith("host"):
         keys = np.zeros_like(context)
     else:
         keys = context
-    extra = batch * k if op in ("host", "host_partial") else rows
+    extra = batch * k if op.startswith("host") else rows
     return np.stack([np.ones_like(batch), batch * keys, extra, rows * keys], axis=1)
 
 

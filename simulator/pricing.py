@@ -29,7 +29,8 @@ class Setting:
     drafter: its label in cost tables. budget: keys of the selection, 0 for a drafter that reads none. refresh_rounds:
     rounds that one selection serves, 0 for one chosen at prefill, which no round pays for. tail_tokens: keys read
     beside it because they were committed since: half the output where it was chosen at prefill, their mean over the
-    rounds, else taken as none. page: keys that share a summary (quest), else 0.
+    rounds, else taken as none. page: keys that share a summary (quest), else 0. lag: of a controller that looks at
+    signals, None of one that does not.
     source: the label of a lossy policy's partial verification, "" for a lossless policy. verified_keys: keys that this
     variant's partial rounds verify over, those committed since a kept selection was chosen taken as none. partial: of
     those rounds, not of its full ones. choosing_frac: of them, those that choose keys.
@@ -42,6 +43,7 @@ class Setting:
     refresh_rounds: int = 1
     tail_tokens: int = 0
     page: int = 0
+    lag: int | None = None
     source: str = ""
     verified_keys: int = 0
     partial: bool = False
@@ -66,6 +68,7 @@ class Setting:
             refresh_rounds=kv.refresh_rounds if reads else 1,
             tail_tokens=output_tokens // 2 if reads and kv.refresh_rounds == 0 else 0,
             page=kv.page if drafter.kind == "quest" else 0,
+            lag=getattr(variant.controller, "lag", None),
             source=policy_source(policy),
             verified_keys=variant.verify_kv.keys.budget if partial else 0,
             partial=partial,
@@ -138,6 +141,8 @@ def tabulate(costs: CostModel, setting: Setting, batch: int, knots: Floats) -> P
             for term, op, times, op_k, budget in _round(setting, k):
                 if not times:
                     continue
+                if k and setting.lag is not None:
+                    op = costs.watched(op, setting.lag, setting.drafter, setting.source)
                 try:
                     value, extra = costs.at(op, context, batch, op_k, budget, setting.drafter, source=setting.source)
                 except CostRefusedError as error:

@@ -14,8 +14,7 @@ from specdial.simulator.costs import CostModel
 from specdial.simulator.measured import Measured
 from specdial.simulator.physics import TERMS, fit_physics, physical_terms
 
-READS_WEIGHTS = ("plain", "verify", "draft", "verify_partial")
-HOST = ("host", "host_partial")
+READS_WEIGHTS = ("plain", "verify", "draft", "draft_lag0", "draft_lag1", "verify_partial")
 
 
 def on_other_hardware(costs: CostModel, bandwidth_ratio: float, compute_ratio: float) -> CostModel:
@@ -62,7 +61,7 @@ def _scaled(found: Measured, weights_us: float, bandwidth_ratio: float, compute_
     parts = physical_terms(found.op, found.points) * found.physics.coefficients  # [n, TERMS]
     fixed, kv, rows, scores = parts.T
     weights = np.minimum(fixed, weights_us)
-    compute_ratio = 1.0 if found.op in HOST else compute_ratio
+    compute_ratio = 1.0 if found.op.startswith("host") else compute_ratio
     after = (fixed - weights) + (weights + kv) / bandwidth_ratio + (rows + scores) / compute_ratio
     before = parts.sum(axis=1)
     values = found.values_us * np.where(before > 0.0, after / np.where(before > 0.0, before, 1.0), 1.0)

@@ -110,7 +110,9 @@ COSTS = pa.schema(
     ]
 )
 PARTIAL_OPS = ("select_partial", "verify_partial", "host_partial", "refresh")
-OPS = ("plain", "draft", "verify", "select", "host", *PARTIAL_OPS)
+# Rounds whose controller looks at signals, none or one of them late: on a GPU they wait for the host as others do not.
+WATCHED_OPS = ("draft_lag0", "host_lag0", "draft_lag1", "host_lag1")
+OPS = ("plain", "draft", "verify", "select", "host", *WATCHED_OPS, *PARTIAL_OPS)
 # Columns that tables written before they existed lack, or that a writer has nothing for, and the value that then holds
 # for every row.
 LATER_COLUMNS: dict[str, str | None] = {

@@ -20,6 +20,7 @@ from specdial.engine.job import Job, describe, hardware, load_job
 from specdial.engine.progress import Bar, progress
 from specdial.engine.sampling import Sampling
 from specdial.engine.trace.reader import read_costs
+from specdial.engine.trace.schema import WATCHED_OPS
 from specdial.engine.trace.writer import write_costs
 from specdial.engine.verbs.calibrate_bench import Bench
 from specdial.engine.verbs.calibrate_plan import Plan, Settings, plans_of
@@ -29,7 +30,14 @@ from specdial.policies.console import table_console
 from specdial.policies.errors import UserError
 from specdial.policies.fields import parse, to_plain
 
-WITH_K = ("verify", "host", "verify_partial", "host_partial", "refresh")  # operations that k or rows tell apart
+WITH_K = (
+    "verify",
+    "host",
+    *WATCHED_OPS,
+    "verify_partial",
+    "host_partial",
+    "refresh",
+)  # operations that k or rows tell apart
 ORDER = ("batch", "context_tokens", "drafter", "source", "op", "k", "budget")  # of the rows of the printed table
 
 

@@ -8,6 +8,7 @@ full round is refresh. Sums are therefore what rounds took. Leaves out what is t
 
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
@@ -27,6 +28,7 @@ from specdial.engine.verbs.calibrate_plan import CPU_ROUNDS, GPU_ROUNDS, Plan, S
 from specdial.engine.verification import CUDA_RECOMPUTED_MULTIPLE
 from specdial.kernels.page_summary import score_pages
 from specdial.kernels.selection import select
+from specdial.policies.controllers.simple import ConfidenceConfig
 from specdial.policies.errors import UserError
 from specdial.policies.schema import Policy, plain_policy
 
@@ -57,6 +59,8 @@ class Bench:
                 full, partial, steps = {}, {source: {} for source in partial}, []
             for k, budget in self._configurations(max(repeat, 0)):
                 self._full(full, context, k, budget)
+                if k and self.waits:
+                    self._watched(full, context, k, budget)
             for plan in self.plans:
                 if plan.source:
                     self._partial(partial[plan.source], plan, context, max(repeat, 0))
@@ -107,6 +111,21 @@ class Bench:
             found.setdefault(("verify", k, 0), []).append(r.verify_us)
             found.setdefault(("host", k, 0), []).append(r.host_us)
             self._add_drafts(found, r, k, budget)
+
+    @property
+    def waits(self) -> bool:
+        """Do rounds take longer where a controller looks at signals? On a GPU, unless drafts are known at once."""
+        drafter = self.plans[0].drafter
+        return self.sequences.graphs.enabled and drafter.kind != "lookup" and drafter.tree is None
+
+    def _watched(self, found: Samples, context: int, k: int, budget: int) -> None:
+        """Rounds of k drafts under a controller that looks at every signal and never stops before."""
+        for lag in (0, 1):
+            controller = ConfidenceConfig(threshold=0.0, k_max=k, lag=lag)
+            policy = replace(self.plans[0].policies[k, budget], controller=controller)
+            for r in self._rounds(context, policy, self._usual, synthetic=self._accepted(policy, k)):
+                found.setdefault((f"draft_lag{lag}", k, budget), []).append(r.draft_us / k)
+                found.setdefault((f"host_lag{lag}", k, 0), []).append(r.host_us)
 
     def _add_drafts(self, found: Samples, r: Round, k: int, budget: int) -> None:
         if k:
@@ -198,6 +217,7 @@ class Bench:
         """Weights, keys and values that an operation must read; 0 where it is not known: for drafts with weights other
         than the model's, for choices of a partial verification and for what recomputed rows add."""
         drafter, page = self.plans[0].drafter, self.settings.draft_kv.page
+        op = op.partition("_lag")[0]
         if op in ("draft", "select") and (not drafter.reads_selection or drafter.weights != "model"):
             return 0
         summaries = context // page if drafter.kind == "quest" else 0  # a smallest and a largest key a page

@@ -1,11 +1,15 @@
 """From the clock to a replay: what calibrate writes is what the cost model reads."""
 
+import numpy as np
 import pytest
 
 from specdial.engine.trace.reader import read_costs
 from specdial.engine.verbs import calibrate
+from specdial.engine.verbs.calibrate_bench import Bench
 from specdial.policies.errors import UserError
+from specdial.policies.schema import policy_from_mapping
 from specdial.simulator.costs import CostModel
+from specdial.simulator.pricing import DRAFT, HOST, Setting, tabulate
 
 OPS = ("draft", "verify", "select", "host")
 KV = {"budget": 40, "sink": 2, "recent": 8, "window": 8}
@@ -35,6 +39,28 @@ def test_what_is_timed_can_be_priced(settings):
     model = CostModel.from_table(table)
     assert model.at("draft", 64.0, 1, 2, 40)[0] > 0.0
     assert "drafters" not in table.meta["config"]  # as before there were others: an earlier run is found again
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_a_controller_that_looks_at_signals_is_priced_by_rounds_that_waited_for_it(settings, monkeypatch, lag):
+    """As on a GPU, where rounds of others do not wait."""
+    monkeypatch.setattr(Bench, "waits", True)
+    calibrate.run({**settings, "ks": [0, 1, 2]})
+    rows = read_costs(settings["out"]).rows.to_pylist()
+    timed = {(row["op"], row["k"], row["budget"]) for row in rows if row["op"].endswith(f"_lag{lag}")}
+    assert timed == {(f"draft_lag{lag}", k, b) for k in (1, 2) for b in (40, 48)} | {
+        (f"host_lag{lag}", k, 0) for k in (1, 2)
+    }
+    model = CostModel.from_table(read_costs(settings["out"]))
+    drafts = {"draft_kv": {**KV, "budget": 40}}
+    waits = policy_from_mapping({**drafts, "controller": {"kind": "entropy", "k_max": 2, "lag": lag}})
+    fixed = policy_from_mapping({**drafts, "controller": {"kind": "fixed", "k": 2}})
+    knots = np.array([64.0])
+    for policy, end in ((waits, f"_lag{lag}"), (fixed, "")):
+        table = tabulate(model, Setting.of(policy, policy, 64), 1, knots)
+        assert table.cost_us[DRAFT, 2, 0] == 2 * model.at(f"draft{end}", 64.0, 1, 2, 40)[0]
+        assert table.cost_us[HOST, 2, 0] == model.at(f"host{end}", 64.0, 1, 2)[0]
+        assert table.cost_us[HOST, 0, 0] == model.at("host", 64.0, 1, 0)[0], "nothing is looked at without drafts"
 
 
 def test_every_drafter_is_priced_by_its_own_rounds(settings):
