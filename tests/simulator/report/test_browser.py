@@ -148,7 +148,7 @@ async (png, colors) => {
 """
 
 
-def look(browser, path, width, theme):
+def look(browser, path, width, scheme):
     """Take a screenshot of the whole page; in every chart: paper, words in grey, data in the accent or its shades."""
     clip = {
         "x": 0,
@@ -158,7 +158,8 @@ def look(browser, path, width, theme):
         "scale": 1,
     }
     png = browser("Page.captureScreenshot", captureBeyondViewport=True, clip=clip)["data"]
-    (path.parent / f"{'light' if theme is LIGHT else 'dark'}-{width}.png").write_bytes(base64.b64decode(png))
+    (path.parent / f"{scheme}-{width}.png").write_bytes(base64.b64decode(png))
+    theme = {"light": LIGHT, "dark": DARK}[scheme]
     colors = [theme[name] for name in ("paper", "cell", "muted", "accent", "accent-soft", "hatch")]
     found = browser.value(f"({SHARES})({json.dumps(png)}, {colors})")
     assert len(found) == 11
@@ -202,9 +203,9 @@ def test_a_point_of_the_front_tells_its_settings(browser, path):
     assert any("lossless, exactcontroller" in browser.value(text) or browser.value(waiting) for _ in range(100))
 
 
-@pytest.mark.parametrize("width", [1280, 390])
-def test_every_section_is_drawn_and_legible(browser, path, width):
-    browser.media()
+@pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (390, "dark")])
+def test_every_section_is_drawn_and_legible(browser, path, width, scheme):
+    browser.media(scheme)
     browser.size(width, 900)
     browser.open(path)
     sections = browser.value(DRAWN)
@@ -220,7 +221,7 @@ def test_every_section_is_drawn_and_legible(browser, path, width):
     assert browser.said("Runtime.consoleAPICalled", "Runtime.exceptionThrown", "Log.entryAdded") == []
     requests = [event["params"]["request"]["url"] for event in browser.said("Network.requestWillBeSent")]
     assert [url for url in requests if not url.startswith("data:")] == [path.as_uri()]
-    look(browser, path, width, LIGHT)
+    look(browser, path, width, scheme)
 
 
 def test_light_dark_and_paper(browser, path):
@@ -228,7 +229,6 @@ def test_light_dark_and_paper(browser, path):
     browser.media("dark")
     browser.open(path)
     dark = browser.value(TICK), browser.value(BACKGROUND)
-    look(browser, path, 1280, DARK)
     browser.media("dark", "print")
     browser.value("dispatchEvent(new Event('beforeprint')) && new Promise(ok => setTimeout(ok, 300))")
     paper = browser.value(TICK), browser.value(BACKGROUND)
