@@ -102,3 +102,11 @@ def test_a_lossy_policy_counts_corrections_in_multiples_and_tokens_by_age(record
     assert found.lossy.emitted[0].sum() == found.lossy.emitted[0, 0, 0] == 5 * 24
     counts = found.counts_of(1).sum(axis=(0, 2, 3))
     assert counts.tolist() == pytest.approx([(age == 0).sum(), (age > 0).sum()])
+
+
+def test_a_lossy_policys_rounds_can_be_logged_alone(record, policy):
+    """Without bins of rows nothing is divided by nothing."""
+    lossy = policy("fixed", controller={"k": 2}, verify_kv={"mode": "partial", "full_period": 3, "budget": 64})
+    with np.errstate(divide="raise", invalid="raise"):
+        found = tally(record, record.documents, [lossy], [[1]], units=Units.of(5, 1), knots=np.zeros(1), logged=(0,))
+    assert found.logs[0].emitted.sum() == found.emitted[0] == 5 * 24
