@@ -71,3 +71,26 @@ def test_committed_rows_become_scores_and_come_back(decay):
     assert torch.equal(kept.scores(), before[:, :1].expand(3, 2, 2, 128))
     kept.clear()
     assert kept.scores().abs().sum() == 0
+
+
+@pytest.mark.parametrize("page", [1, 16, 64])
+def test_attention_of_a_block_leaves_its_masses_by_layer(monkeypatch, page):
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(2, 5, 6, 4, generator=generator)
+    kv = (torch.randn(2, 2, 128, 4, generator=generator), torch.randn(2, 2, 128, 4, generator=generator))
+    lengths = torch.tensor([40, 90])
+    kept = make(HistorySpec(5, page))
+    rows = kept.rows(5, 2)
+    out = kept.attend(rows, 0, q, kv, lengths)
+    kept.attend(rows, 1, 2 * q, kv, lengths)
+    wanted, mass = histories.full_attention(q, *kv, lengths, backend="reference", mass="token")
+    assert torch.allclose(out, wanted, atol=1e-6)
+    assert (len(rows.masses), rows.raw) == (2, None)
+    assert torch.allclose(rows.masses[0], mass.unflatten(-1, (-1, page)).sum(-1), atol=1e-5)
+    asked = {}
+    monkeypatch.setattr(histories, "full_attention_raw", lambda *given, **named: asked.update(named) or (out,))
+    raw = make(HistorySpec(5, page), "triton").rows(5, 2)
+    make(HistorySpec(5, page), "triton").attend(raw, 2, q, kv, lengths)
+    assert asked["backend"] == "triton"
+    assert asked["into"].lse.data_ptr() == raw.raw.layer(2, 2).lse.data_ptr()
+    assert asked["into"].lse.shape == raw.raw.layer(2, 2).lse.shape

@@ -382,7 +382,8 @@ def test_which_cell_speaks_and_which_neighbours_are_joined():
     assert predicted.at_batch == 1
     same = plan(policy_from_mapping(MODEL), Options(), ["model"])
     assert (same.varies_by_context, same.varies_by_batch, same.fixed_k) == (False, False, 5)
-    assert same.effective(0).k_max == 0
+    assert same.effective(0) == plain_policy()
+    assert same.effective(1).k_max == 1
     assert (same.effective(3).k_max, same.effective(3).drafter.model) == (3, "owner/small")
     stand_in = plan(policy_from_mapping(SPARSE), Options(stand_in="lookup"), ["lookup"])
     assert (stand_in.kind, stand_in.effective(4)) == ("lookup", None)

@@ -158,3 +158,21 @@ def test_the_calibrated_form_learns():
     after, floor = log_loss(learner, entropy, label), log_loss(best, entropy, label)
     assert after - floor < 0.1 * (before - floor)
     assert make_controller([RateConfig()]).learning_rate[0] > 0.0  # it does so unasked
+
+
+def test_what_just_reaches_a_threshold_goes_on():
+    """1 - sqrt(0.25 * 1) is the threshold itself; so is a probability of 0.5."""
+    just, over = [1.0] * 3, [math.nextafter(1.0, 2.0)] * 3
+    entropy = make_controller([EntropyConfig(k_max=3, coefficient=0.25, threshold=0.5)])
+    assert [length(entropy, one_lane(h), 3) for h in (just, [1.01] * 3)] == [3, 1]
+    confidence = make_controller([ConfidenceConfig(k_max=3, threshold=0.5)])
+    below = [math.nextafter(0.5, 0.0)] * 3
+    assert [length(confidence, one_lane(over, p), 3) for p in ([0.5] * 3, below)] == [3, 1]
+
+
+def test_a_rate_that_would_stay_as_it_is_stops():
+    """Every draft surely accepted, at the cost of a verification: after the first nothing is won any more."""
+    sure = RateConfig(k_max=4, gamma=1.0, bias=50.0, slope=0.0, acceptance=1.0)
+    assert length(make_controller([sure]), one_lane([0.0] * 4), 4) == 1
+    cheaper = RateConfig(k_max=4, gamma=0.999, bias=50.0, slope=0.0, acceptance=1.0)
+    assert length(make_controller([cheaper]), one_lane([0.0] * 4), 4) == 4

@@ -1,5 +1,7 @@
 """Sums over batches of documents, and that they do not depend on when rounds are binned."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -110,3 +112,19 @@ def test_a_lossy_policys_rounds_can_be_logged_alone(record, policy):
     with np.errstate(divide="raise", invalid="raise"):
         found = tally(record, record.documents, [lossy], [[1]], units=Units.of(5, 1), knots=np.zeros(1), logged=(0,))
     assert found.logs[0].emitted.sum() == found.emitted[0] == 5 * 24
+
+
+def test_what_a_sparse_record_lacks_is_remembered_by_policy(record, policy, monkeypatch):
+    """The second of two policies misses a draft in one round; of a complete record nobody asks."""
+    steps = tallies.rounds
+
+    def missing(*given):
+        for number, step in enumerate(steps(*given)):
+            yield dataclasses.replace(step, missing=(np.arange(len(step.k)) == 7) & (number == 1))
+
+    monkeypatch.setattr(tallies, "rounds", missing)
+    given, arms = [policy("fixed", controller={"k": k}) for k in (2, 3)], [[1], [1]]
+    for complete in (False, True):
+        asked = dataclasses.replace(record, complete=np.full(len(record.arms), complete))
+        found = tally(asked, record.documents, given, arms, units=Units.of(5, 1), knots=KNOTS)
+        assert found.missing.tolist() == [False, not complete]
