@@ -52,3 +52,15 @@ def test_what_goes_together():
 def test_old_files_keep_their_bytes():
     assert "kv:" not in dump_policy(plain_policy()).replace("draft_kv:", "").replace("verify_kv:", "")
     assert "refresh:" not in dump_policy(policy(verify_kv={"mode": "partial"}, kv={"where": "device"}))
+
+
+def test_a_plain_cell_may_carry_what_no_draft_reads():
+    """Beside cells that draft, and alone."""
+    plain = {"controller": {"kind": "none"}, "draft_kv": {"refresh_rounds": 3}}
+    assert policy(**plain).k_max == 0
+    assert policy(cells=[{"to_batch": 2, "overrides": plain}]).k_max == 4
+    with pytest.raises(UserError, match="which keys in host memory cannot serve"):
+        policy(cells=[{"to_batch": 2, "overrides": {**plain, "controller": {"kind": "fixed", "k": 1}}}])
+    tree = {"kind": "eagle", "model": "head", "tree": {}}
+    beside = [{"to_batch": 2, "overrides": {"drafter": {"kind": "sparse_self"}, "controller": {"kind": "none"}}}]
+    assert policy(kv={"where": "device"}, drafter=tree, cells=beside).slots == 60
