@@ -183,3 +183,13 @@ def test_judged_drafts_are_those_of_the_split_with_what_was_known_of_them(record
     mine = np.column_stack([found.features, found.label])
     assert len(mine) == len(rows) > 100
     assert mine[np.lexsort(mine.T)] == pytest.approx(np.array(rows)[order])
+
+
+@pytest.mark.parametrize(
+    ("fitted", "bias", "slope"),
+    [((77.0, 1.0), 50.0, 0.0), ((-77.0, -99.0), -50.0, 50.0), ((2.0, -0.25), 2.0, 0.25)],
+)
+def test_the_rate_starts_within_what_a_policy_may_say(record, monkeypatch, fitted, bias, slope):
+    monkeypatch.setattr(acceptance, "_logistic", lambda x, label: np.array(fitted))
+    found = fit_rate(record, 0)
+    assert (found.bias, found.slope) == (bias, slope)
