@@ -78,7 +78,7 @@ class CostModel:
         }
         modes = np.array(trace.rounds["mode"].to_pylist())
         plain = modes == PLAIN
-        contexts = rounds["context_tokens"]
+        contexts, waited_us = rounds["context_tokens"], np.nan_to_num(rounds["exposed_us"])
         policy = policy_from_mapping(dict(trace.meta["policy"]), "meta.json policy")
         prompt_tokens = round(float(np.mean([d["prompt_tokens"] for d in trace.meta["documents"]])))
         budget = float(policy.draft_kv.resolved(prompt_tokens).budget if policy.drafter.reads_selection else 0)
@@ -93,11 +93,13 @@ class CostModel:
             mine = rounds["batch"] == batch
             if (plain & mine).any():
                 add("plain", 0.0, 0.0, batch, total[plain & mine])
+            if (moving := mine & (modes == FULL) & ~np.isnan(rounds["exposed_us"])).any():
+                add("transfer", 0.0, 0.0, batch, rounds["exposed_us"][moving])
             for k in np.unique(rounds["k"][mine & ~plain]):
                 chosen = mine & ~plain & (rounds["k"] == k)
                 for mode, op, budget_read in ((FULL, "", 0.0), (PARTIAL, "_partial", keys)):
                     if (here := chosen & (modes == mode)).any():
-                        add(f"verify{op}", budget_read, k, batch, rounds["verify_us"][here])
+                        add(f"verify{op}", budget_read, k, batch, (rounds["verify_us"] - waited_us)[here])
                         add(f"host{op}", 0.0, k, batch, rounds["host_us"][here])
                 if k > 0:
                     add("draft", budget, k, batch, rounds["draft_us"][chosen] / k)

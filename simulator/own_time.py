@@ -12,7 +12,7 @@ from specdial.policies.file import policy_digest
 from specdial.policies.schema import Policy
 from specdial.simulator.lanes import Record
 from specdial.simulator.outcome import Rounds
-from specdial.simulator.pricing import TERMS, VERIFY, VERIFY_PARTIAL
+from specdial.simulator.pricing import TERMS, TRANSFER, VERIFY, VERIFY_PARTIAL
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -44,6 +44,8 @@ def own_time_us(trace: Trace, log: Rounds, unit_of: dict[int, int], units: int) 
     terms = np.zeros((len(times), len(TERMS)))
     terms[:, :4] = np.where(plain[:, None], 0.0, times)
     terms[:, 4] = np.where(plain, times.sum(axis=1), 0.0)
+    terms[~plain, TRANSFER] = np.nan_to_num(columns["exposed_us"].astype(np.float64))[~plain]
+    terms[:, VERIFY] -= terms[:, TRANSFER]
     terms[partial, VERIFY_PARTIAL], terms[partial, VERIFY] = terms[partial, VERIFY], 0.0
     unit = np.array([unit_of[int(doc)] for doc in columns["doc"]])
     longest = np.zeros((units, int(log.round.max()) + 1, len(TERMS)))

@@ -18,8 +18,8 @@ from specdial.simulator.costs import CostModel, CostRefusedError
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
-TERMS = ("draft", "verify", "select", "host", "plain", "verify_partial", "refresh")
-DRAFT, VERIFY, SELECT, HOST, PLAIN, VERIFY_PARTIAL, REFRESH = range(len(TERMS))
+TERMS = ("draft", "verify", "select", "host", "plain", "verify_partial", "refresh", "transfer")
+DRAFT, VERIFY, SELECT, HOST, PLAIN, VERIFY_PARTIAL, REFRESH, TRANSFER = range(len(TERMS))
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class Setting:
     signals, None of one that does not.
     source: the label of a lossy policy's partial verification, "" for a lossless policy. verified_keys: keys that this
     variant's partial rounds verify over, those committed since a kept selection was chosen taken as none. partial: of
-    those rounds, not of its full ones. choosing_frac: of them, those that choose keys.
+    those rounds, not of its full ones. choosing_frac: of them, those that choose keys. hosted: keys are in host memory.
     """
 
     plain: bool
@@ -48,6 +48,7 @@ class Setting:
     verified_keys: int = 0
     partial: bool = False
     choosing_frac: float = 1.0
+    hosted: bool = False
 
     @classmethod
     def of(
@@ -73,6 +74,7 @@ class Setting:
             verified_keys=variant.verify_kv.keys.budget if partial else 0,
             partial=partial,
             choosing_frac=_choosing_frac(variant.verify_kv) if partial else 1.0,
+            hosted=policy.kv.where == "host",
         )
 
     def draft_keys(self, context_tokens: Floats) -> Floats:
@@ -231,7 +233,8 @@ def _round(setting: Setting, k: int) -> tuple[tuple[int, str, float, int, int], 
         (SELECT, "select", selects, k, setting.budget),
     )
     if not setting.partial:
-        return (*drafting, (VERIFY, "verify", 1, k, 0), (HOST, "host", 1, k, 0))
+        moved = (TRANSFER, "transfer", float(setting.hosted), 0, 0)
+        return (*drafting, (VERIFY, "verify", 1, k, 0), (HOST, "host", 1, k, 0), moved)
     keys = setting.verified_keys
     return (
         *drafting,

@@ -144,7 +144,7 @@ def _with_intervals(outcomes: list[Outcome], frame: Frame, resamples: int, seed:
 
 def misplaced(policy: Policy, costs: CostModel) -> str | None:
     """Why costs say nothing of a policy whose keys live elsewhere: a trace's own rounds are of its policy's place."""
-    recorded = costs.meta["policy"].get("kv", {}).get("where", "device") if costs.own_rounds else "device"
+    recorded = (costs.meta["policy"] if costs.own_rounds else costs.meta).get("kv", {}).get("where", "device")
     if policy.k_max == 0 or policy.kv.where == recorded:
         return None
     mine, theirs = ("in host memory", "on the device")[:: 1 if policy.kv.where == "host" else -1]

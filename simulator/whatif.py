@@ -58,6 +58,8 @@ def _us_per_byte(costs: CostModel) -> float:
 
 
 def _scaled(found: Measured, weights_us: float, bandwidth_ratio: float, compute_ratio: float) -> Measured:
+    if found.op == "transfer":  # over the link, which stays
+        return replace(found, assumed=True)
     parts = physical_terms(found.op, found.points) * found.physics.coefficients  # [n, TERMS]
     fixed, kv, rows, scores = parts.T
     weights = np.minimum(fixed, weights_us)

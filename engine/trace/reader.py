@@ -19,6 +19,7 @@ from specdial.engine.trace.schema import (
     COSTS_SCHEMA,
     KEYS,
     LATER_COLUMNS,
+    MODEL_MARK,
     NON_NEGATIVE,
     OPS,
     PROBES,
@@ -59,7 +60,7 @@ def read_trace(path: str | Path) -> Trace:
     tables = {}
     for name, schema in TABLES.items():
         parts = [path / part.name.replace("rounds", name, 1) for part in finished]
-        found = [read_table(part, schema) for part in parts if part.exists()]
+        found = [read_table(part, schema, of_model=meta["model"]["digest"]) for part in parts if part.exists()]
         tables[name] = pa.concat_tables(found) if found else schema.empty_table()
         check_table(tables[name], name, path)
     known = {int(d["doc"]) for d in meta["documents"]}
@@ -81,8 +82,10 @@ def read_costs(path: str | Path) -> CostTable:
     return CostTable(path, meta, rows)
 
 
-def read_table(path: Path, schema: pa.Schema) -> pa.Table:
+def read_table(path: Path, schema: pa.Schema, *, of_model: str | None = None) -> pa.Table:
     """Read one Parquet part and hold it to its schema. Extra columns are dropped, missing ones are an error.
+
+    of_model: the digest that its mark must be; a part from before there were marks has none.
 
     A column younger than the table gets the value that held before there was one (schema.LATER_COLUMNS).
     """
@@ -93,6 +96,9 @@ def read_table(path: Path, schema: pa.Schema) -> pa.Table:
         raise UserError(f"{path} is missing", REMEDY) from None
     except (OSError, ValueError, pa.ArrowException):  # ValueError: names of columns that are not UTF-8
         raise UserError(f"{path} is damaged", f"delete that part and {REMEDY}") from None
+    mark = (table.schema.metadata or {}).get(MODEL_MARK)
+    if of_model is not None and mark is not None and mark != of_model.encode():
+        raise UserError(f"{path} was recorded with another model than meta.json names", "do not mix traces")
     columns = []
     for field in schema:
         if field.name not in table.column_names and field.name in LATER_COLUMNS:

@@ -7,6 +7,7 @@ import pyarrow as pa
 
 TRACE_SCHEMA = "specdial/trace/1"
 COSTS_SCHEMA = "specdial/costs/1"
+MODEL_MARK = b"specdial.model"  # of a trace's parts: the digest of the model that was recorded
 PLAIN, FULL, PARTIAL = "plain", "full", "partial"  # values of rounds.mode
 
 ROUNDS = pa.schema(
@@ -92,7 +93,8 @@ PROBES = pa.schema(
 # source: of the rounds' partial verification (trace.sources), "" where policies are lossless. With one there are also
 # select_partial (choosing the `budget` keys that a verification reads, once a round), verify_partial (a verification of
 # k drafts over them, the choice apart), host_partial (the rest of such a round) and refresh (what a full round that
-# recomputes `k` rows takes beyond one that recomputes none).
+# recomputes `k` rows takes beyond one that recomputes none). Where keys live in host memory a full round has transfer
+# too: how long it waited for layers to move, which its verify then leaves out.
 COSTS = pa.schema(
     [
         pa.field("op", pa.string(), nullable=False),
@@ -112,7 +114,7 @@ COSTS = pa.schema(
 PARTIAL_OPS = ("select_partial", "verify_partial", "host_partial", "refresh")
 # Rounds whose controller looks at signals, none or one of them late: on a GPU they wait for the host as others do not.
 WATCHED_OPS = ("draft_lag0", "host_lag0", "draft_lag1", "host_lag1")
-OPS = ("plain", "draft", "verify", "select", "host", *WATCHED_OPS, *PARTIAL_OPS)
+OPS = ("plain", "draft", "verify", "select", "host", "transfer", *WATCHED_OPS, *PARTIAL_OPS)
 # Columns that tables written before they existed lack, or that a writer has nothing for, and the value that then holds
 # for every row.
 LATER_COLUMNS: dict[str, str | None] = {

@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from specdial.engine.trace.meta import read_meta
-from specdial.engine.trace.schema import COSTS, COSTS_SCHEMA, LATER_COLUMNS, TABLES, TRACE_SCHEMA
+from specdial.engine.trace.schema import COSTS, COSTS_SCHEMA, LATER_COLUMNS, MODEL_MARK, TABLES, TRACE_SCHEMA
 from specdial.policies.artifact import TEMPORARY, write_bytes_atomic, write_json_atomic
 from specdial.policies.errors import UserError
 
@@ -27,7 +27,7 @@ class TraceWriter:
 
     def __init__(self, out: Path, meta: dict[str, Any]) -> None:
         """Start a trace or resume one. Raises UserError when the directory holds a trace made otherwise."""
-        self.out = out
+        self.out, self.model_digest = out, meta["model"]["digest"]
         path = out / "meta.json"
         for left in out.glob(f".*{TEMPORARY}"):  # by a killed recording
             left.unlink()
@@ -47,7 +47,8 @@ class TraceWriter:
         """Write one finished document's tables; columns are given by name, in any order."""
         for name in TABLES:
             if name in tables:
-                write_table(self.out / f"{name}-{doc:05d}.parquet", tables[name], TABLES[name])
+                path = self.out / f"{name}-{doc:05d}.parquet"
+                write_table(path, tables[name], TABLES[name], of_model=self.model_digest)
 
 
 def write_costs(out: Path, meta: dict[str, Any], rows: list[dict[str, Any]]) -> None:
@@ -57,12 +58,13 @@ def write_costs(out: Path, meta: dict[str, Any], rows: list[dict[str, Any]]) -> 
     write_json_atomic(out / "meta.json", {"schema": COSTS_SCHEMA, **meta})
 
 
-def write_table(path: Path, columns: Columns, schema: pa.Schema) -> None:
-    """Write columns as one Parquet file of exactly this schema, atomically."""
+def write_table(path: Path, columns: Columns, schema: pa.Schema, *, of_model: str | None = None) -> None:
+    """Write columns as one Parquet file of exactly this schema, atomically. of_model: a digest to mark it with."""
     count = len(next(iter(columns.values())))
     later = {name: [value] * count for name, value in LATER_COLUMNS.items()}
     arrays = [pa.array({**later, **columns}[field.name], type=field.type, from_pandas=False) for field in schema]
-    write_parquet(path, pa.Table.from_arrays(arrays, schema=schema))
+    marked = schema if of_model is None else schema.with_metadata({MODEL_MARK: of_model})
+    write_parquet(path, pa.Table.from_arrays(arrays, schema=marked))
 
 
 def write_parquet(path: Path, table: pa.Table) -> None:

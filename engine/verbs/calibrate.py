@@ -75,6 +75,7 @@ def run(settings: Mapping[str, Any], job: Job | None = None) -> dict[str, Any]:
             "hardware": here,
             **({"acceptance": to_plain(s.acceptance)} if s.acceptance else {}),
             **({"recomputed_multiple": _recomputed_multiple(job)} if s.verify_kv.mode == "partial" else {}),
+            **({"kv": to_plain(s.kv)} if s.kv.where == "host" else {}),
             "config": to_plain(s),
             "provenance": provenance(),
         },

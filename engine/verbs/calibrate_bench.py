@@ -71,7 +71,7 @@ class Bench:
         for plan in self.plans:
             samples = full
             if plan.source:
-                verified = {key: values for key, values in full.items() if key[0] in ("verify", "host")}
+                verified = {key: values for key, values in full.items() if key[0] in ("verify", "host", "transfer")}
                 samples = _apart({**verified, **partial[plan.source]}, max(self.settings.ks), chosen=not plan.keeps)
             rows += [self._row(plan.source, key, context, values) for key, values in samples.items()]
         return rows
@@ -108,7 +108,9 @@ class Bench:
         for r in self._rounds(context, policy, self._usual, synthetic=self._accepted(policy, k)):
             if int(r.k.min()) < k:  # a lookup that found nothing
                 continue
-            found.setdefault(("verify", k, 0), []).append(r.verify_us)
+            found.setdefault(("verify", k, 0), []).append(r.verify_us - (r.exposed_us or 0.0))
+            if r.exposed_us is not None:
+                found.setdefault(("transfer", 0, 0), []).append(r.exposed_us)
             found.setdefault(("host", k, 0), []).append(r.host_us)
             self._add_drafts(found, r, k, budget)
 
@@ -153,7 +155,9 @@ class Bench:
                 continue
             if self.sequences.cache.on_gpu:
                 rows = round_up(rows, CUDA_RECOMPUTED_MULTIPLE)
-            found.setdefault(("refresh", rows, 0), []).append(last[-1].verify_us + last[-1].host_us)
+            found.setdefault(("refresh", rows, 0), []).append(
+                last[-1].verify_us - (last[-1].exposed_us or 0.0) + last[-1].host_us
+            )
 
     def _rounds(
         self, context: int, policy: Policy, count: int, *, synthetic: tuple[float, ...] = (), first: int = 1
@@ -223,7 +227,7 @@ class Bench:
         summaries = context // page if drafter.kind == "quest" else 0  # a smallest and a largest key a page
         keys = {
             "plain": context, "verify": context + k, "draft": budget + summaries, "select": 2 * budget,
-            "verify_partial": min(budget, context) + k,
+            "verify_partial": min(budget, context) + k, "transfer": context,
         }  # fmt: skip
         weights = self.weight_bytes if op in ("plain", "verify", "draft", "verify_partial") else 0
         return weights + self.sequences.batch * keys.get(op, 0) * self.kv_bytes

@@ -9,6 +9,7 @@ from specdial.engine.job import ModelSettings, history_spec
 from specdial.engine.trace.sources import SOURCES, heads_used, of_source, source_label
 from specdial.policies.errors import UserError
 from specdial.policies.fields import setting, to_plain
+from specdial.policies.placement import DEVICE, KV
 from specdial.policies.schema import Drafter, DraftKV, Policy, ScoringHeads, VerifyKV, policy_from_mapping
 
 GPU_ROUNDS, CPU_ROUNDS = 4, 2  # in a row, of which the first is left out
@@ -21,7 +22,7 @@ class Settings:
     drafters: what drafts; plain steps are timed beside the first. draft_kv: the selection apart from its budget.
     verify_kv: in mode partial, every drafter is timed with partial verification too: with each of `sources` (its own
     where there are none) and `verify_budgets` (its own where there are none), and in full rounds that recompute about
-    so many of `refresh_rows`. scoring_heads: of sources that have some.
+    so many of `refresh_rows`. scoring_heads: of sources that have some. kv: where keys live; a table is of one place.
     """
 
     model: ModelSettings
@@ -40,6 +41,7 @@ class Settings:
     verify_budgets: tuple[int, ...] = setting((), low=1, later=True)
     refresh_rows: tuple[int, ...] = setting((8, 32), low=1, high=4096, later=True)
     scoring_heads: ScoringHeads = field(default=ScoringHeads(), metadata={"later": True})
+    kv: KV = field(default=DEVICE, metadata={"later": True})
 
     @property
     def new_tokens(self) -> int:
@@ -149,5 +151,7 @@ def _policy(s: Settings, drafter: Drafter, k: int, budget: int, **verification: 
     parts: dict[str, Any] = {"drafter": to_plain(drafter), "controller": {"kind": "fixed", "k": max(k, 1)}}
     if k == 0:
         parts["cells"] = [{"overrides": {"controller": {"kind": "none"}}}]
+    if s.kv != DEVICE:
+        parts["kv"] = to_plain(s.kv)
     selection = {"draft_kv": {**to_plain(s.draft_kv), "budget": budget}} if drafter.reads_selection else {}
     return policy_from_mapping({**parts, **selection, **verification})

@@ -333,4 +333,7 @@ def _print(out: Path, job: Job, rows: list[dict[str, Any]], content: dict[str, A
     console.print(table)
     if content["regret"] is not None:
         said = " among lossless policies" if "lossy_ranking" in content else ""
+        rank = "-" if content["rank_correlation"] is None else f"{content['rank_correlation']:.2f}"
+        errors = f"median {content['median_error_frac']:.1%}, worst {content['worst_error_frac']:.1%}"
         console.print(f"regret of the best-predicted policy{said} {content['regret']:.1%}")
+        console.print(f"predicted against measured: error {errors}, rank correlation {rank}")

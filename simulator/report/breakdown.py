@@ -33,6 +33,7 @@ WORDS = {
     "plain": "plain step",
     "verify_partial": "partial verify",
     "refresh": "correct keys",
+    "transfer": "wait for keys",
 }
 
 

@@ -20,6 +20,7 @@ LIGHT = {
     "term-plain": "#aab3bb",
     "term-verify-partial": "#8f99a2",
     "term-refresh": "#3f4a53",
+    "term-transfer": "#16191d",
 }
 DARK = {
     "paper": "#14171a",
@@ -39,6 +40,7 @@ DARK = {
     "term-plain": "#5f6a74",
     "term-verify-partial": "#6c7882",
     "term-refresh": "#c3ccd3",
+    "term-transfer": "#e8ebee",
 }
 
 

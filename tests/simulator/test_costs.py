@@ -159,7 +159,8 @@ def test_costs_of_a_traces_own_rounds_are_their_medians():
         ("full", 1, 0, 200, 0.0, 55.0, 1.0, 3.0),
         ("full", 4, 2, 200, 40.0, 99.0, 11.0, 8.0),
     ]
-    table = pa.table({name: [row[i] for row in rows] for i, name in enumerate(columns)})
+    waited = pa.array([*[None] * 7, 9.0])  # of the last, in its verification
+    table = pa.table({**{name: [row[i] for row in rows] for i, name in enumerate(columns)}, "exposed_us": waited})
     verify_kv = {"mode": "partial", "full_period": 4, "budget": 64}
     policy = {"controller": {"kind": "fixed", "k": 2}, "draft_kv": {"budget_frac": 0.5}, "verify_kv": verify_kv}
     meta = {"policy": policy, "documents": [{"prompt_tokens": 300}, {"prompt_tokens": 501}]}
@@ -175,7 +176,8 @@ def test_costs_of_a_traces_own_rounds_are_their_medians():
         rows = zip(found.points[:, :3].tolist(), found.values_us.tolist(), strict=True)
         return {tuple(int(x) for x in point): us for point, us in rows}  # (batch, budget, k)
 
-    assert points("verify") == {(1, 0, 0): 55.0, (1, 0, 2): 65.0, (4, 0, 2): 99.0}
+    assert points("transfer") == {(4, 0, 0): 9.0}
+    assert points("verify") == {(1, 0, 0): 55.0, (1, 0, 2): 65.0, (4, 0, 2): 90.0}
     assert points("host") == {(1, 0, 0): 3.0, (1, 0, 2): 7.0, (4, 0, 2): 8.0}
     assert points("verify_partial") == {(1, 64, 2): 30.0}
     assert points("host_partial") == {(1, 0, 2): 2.0}

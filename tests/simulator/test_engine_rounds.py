@@ -9,10 +9,11 @@ from specdial.engine.job import ModelSettings, load_job
 from specdial.engine.loop import Decoding
 from specdial.engine.recorder import Recorder
 from specdial.engine.sampling import Sampling
-from specdial.engine.trace.reader import read_trace
-from specdial.engine.verbs import record
+from specdial.engine.trace.reader import read_costs, read_trace
+from specdial.engine.verbs import calibrate, record
 from specdial.policies.fields import to_plain
 from specdial.policies.schema import policy_from_mapping
+from specdial.simulator.costs import CostModel
 from specdial.simulator.lanes import read_record
 from specdial.simulator.loop import rounds
 from specdial.simulator.replay import replay, replay_rounds
@@ -199,7 +200,7 @@ def test_a_lossy_recording_replays_to_its_own_rounds_time_and_schedule(source, t
 
 
 def test_keys_in_host_memory_replay_to_their_own_rounds_and_time_and_price_no_others(source, dense, tmp_path):
-    """What is accepted does not depend on where keys live; what it costs does."""
+    """What is accepted does not depend on where keys live; what it costs does, waiting for them apart."""
     parts = {"controller": {"kind": "fixed", "k": 3}, "draft_kv": KV}
     here, there = policy_from_mapping(parts), policy_from_mapping({**parts, "kv": {"where": "host"}})
     record.run({**source, "policy": to_plain(there), "out": str(tmp_path / "host")})
@@ -210,6 +211,17 @@ def test_keys_in_host_memory_replay_to_their_own_rounds_and_time_and_price_no_ot
     assert replayed_rows(mine.round_log) == sorted(tuple(row[name] for name in COLUMNS) for row in rounds)
     spent = sum(row[f"{part}_us"] for row in rounds for part in ("draft", "verify", "select", "host"))
     assert mine.us_per_token * mine.tokens == pytest.approx(spent, rel=1e-9)
+    waited = sum(row["exposed_us"] for row in rounds)
+    assert waited > 0.0
+    assert mine.breakdown["transfer"] * mine.tokens == pytest.approx(waited)
     (other,) = replay(dense, None, [there], bootstrap=0)
     assert other.reason == "its keys live in host memory, and costs are of keys on the device: validate measures it"
     assert replay_rounds(dense, [here])[0].k.tolist() == replay_rounds(dense, [there])[0].k.tolist()
+    ranges = {"contexts": [130, 163], "ks": [0, 3], "budgets": [40], "draft_kv": KV, "repeats": 3}
+    calibrate.run({**source, **ranges, "kv": {"where": "host"}, "out": str(tmp_path / "costs")})
+    costs = CostModel.from_table(read_costs(tmp_path / "costs"))
+    mine, other = replay(own, costs, [there, here], bootstrap=0)
+    assert (mine.level, other.level) == ("exact", "refused")
+    steps = [costs.at("transfer", row["context_tokens"], 1)[0] for row in rounds]
+    assert mine.breakdown["transfer"] * mine.tokens == pytest.approx(sum(steps))
+    assert sum(mine.breakdown.values()) == pytest.approx(mine.us_per_token)

@@ -12,11 +12,12 @@ from specdial.engine.trace.reader import read_costs, read_trace
 from specdial.engine.trace.schema import LATER_COLUMNS
 from specdial.policies.errors import UserError
 from specdial.policies.schema import plain_policy
+from specdial.simulator import synthetic
 from specdial.simulator.costs import CostModel
 from specdial.simulator.lanes import read_record
 from specdial.simulator.load import load_costs
 from specdial.simulator.replay import replay
-from specdial.simulator.synthetic import MODEL, Shape, write_synthetic_costs
+from specdial.simulator.synthetic import MODEL, Shape, write_synthetic_costs, write_trace
 
 
 @pytest.fixture
@@ -95,6 +96,15 @@ def test_a_truncated_part_is_named(damaged):
 def test_a_schema_from_the_future_is_refused(damaged):
     edit_meta(damaged, schema="specdial/trace/9")
     with pytest.raises(UserError, match="has schema 'specdial/trace/9'"):
+        read_trace(damaged)
+
+
+def test_a_part_of_another_model_is_named(damaged, tmp_path, monkeypatch):
+    """Of the same documents, so that nothing else tells it."""
+    monkeypatch.setattr(synthetic, "MODEL", {**MODEL, "digest": "1" * 64})
+    write_trace(tmp_path / "other", Shape())
+    shutil.copy(tmp_path / "other" / "drafts-00001.parquet", damaged)
+    with pytest.raises(UserError, match=r"drafts-00001.parquet was recorded with another model"):
         read_trace(damaged)
 
 

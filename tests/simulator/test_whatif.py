@@ -28,6 +28,12 @@ def test_keys_follow_bandwidth_rows_follow_compute_and_all_is_extrapolated(costs
     assert rows.host_us(256, 1) == costs.host_us(256, 1)
 
 
+def test_the_link_to_the_host_stays(costs):
+    moved = Measured.of("transfer", np.array([[1, 0, 0, 256], [1, 0, 0, 512]], float), np.array([10.0, 20.0]))
+    hosted = CostModel({**costs.measured, "transfer": moved}, costs.meta, "keys in host memory")
+    assert on_other_hardware(hosted, 2.0, 2.0).at("transfer", 384, 1) == (15.0, True)
+
+
 def test_a_replay_on_other_hardware_says_that_all_of_it_is_extrapolated(trace, costs, policy):
     (outcome,) = replay(trace, on_other_hardware(costs, 4.0, 4.0), [policy("fixed")])
     assert outcome.extrapolated_frac == pytest.approx(1.0)
