@@ -9,7 +9,7 @@ from pathlib import Path
 import gguf
 import torch
 import yaml
-from _edits import edited, reshaped, table_reshaped
+from _edits import edited, reshaped, table_edited
 from _texts import text_targets
 from _tiny import CONFIG, tiny_model
 from gguf.quants import quantize
@@ -106,10 +106,10 @@ def targets(folder: Path) -> dict[str, Target]:
         "trace meta text": (folder / "trace" / "meta.json", edited, trace, 1),
         "trace rounds": (folder / "trace" / "rounds-00000.parquet", edited, trace, 1),
         "trace drafts": (folder / "trace" / "drafts-00001.parquet", edited, trace, 1),
-        "trace rounds values": (folder / "trace" / "rounds-00000.parquet", table_reshaped, trace, 3),
-        "trace drafts values": (folder / "trace" / "drafts-00001.parquet", table_reshaped, trace, 3),
+        "trace rounds values": (folder / "trace" / "rounds-00000.parquet", table_edited, trace, 3),
+        "trace drafts values": (folder / "trace" / "drafts-00001.parquet", table_edited, trace, 3),
         "costs": (folder / "costs" / "costs.parquet", edited, costs, 2),
-        "costs values": (folder / "costs" / "costs.parquet", table_reshaped, costs, 3),
+        "costs values": (folder / "costs" / "costs.parquet", table_edited, costs, 3),
         "eagle config": (eagle / "config.json", reshaped, lambda: load_head(eagle, model.decoder), 2),
         "eagle tensors": (eagle / "model.safetensors", edited, lambda: load_head(eagle, model.decoder), 1),
         "eagle pickled": (bins / "pytorch_model.bin", edited, lambda: load_head(bins, model.decoder), 2),
