@@ -272,7 +272,7 @@ LANES = 2 * 3  # (layer, kv head) pairs of a sequence
 
 @pytest.mark.parametrize(
     ("batch", "longest", "selected", "keys", "chunk"),
-    [(3, 1000, 50, 1024, 1024), (100, 1000, 5000, 1024, 1024), (1, 5000, 50, 5056, 4096)],
+    [(3, 1000, 50, 1024, 1024), (100, 1000, 5000, 1024, 1024), (1, 5051, 50, 5120, 4096)],
 )
 def test_bytes_on_a_gpu_by_hand(batch, longest, selected, keys, chunk):
     """The second: a block of more rows than a chunk, more chosen than there is. The third: a prompt of two chunks."""
@@ -297,7 +297,7 @@ def test_bytes_on_a_gpu_by_hand(batch, longest, selected, keys, chunk):
 
 @pytest.mark.parametrize(
     ("batch", "longest", "window", "page", "selected", "copied", "keys"),
-    [(3, 1000, 6, 1, 50, 64, 1024), (1, 1000, 41, 64, 70, 128, 1024), (1, 100, 6, 1, 50, 64, 128)],
+    [(3, 1000, 6, 1, 50, 64, 1024), (1, 1000, 41, 64, 70, 128, 1024), (1, 121, 6, 1, 50, 64, 192)],
 )
 def test_bytes_on_a_cpu_by_hand(batch, longest, window, page, selected, copied, keys):
     given = Demand(

@@ -11,7 +11,7 @@ from gguf.quants import dequantize, quantize
 
 from specdial.engine.models import Decoder, RopeConfig
 from specdial.engine.models.rope import inverse_frequencies
-from specdial.engine.weights import load_model
+from specdial.engine.weights import gguf_header, load_model
 from specdial.engine.weights.gguf_header import GgufFile
 from specdial.engine.weights.hf import SafetensorsWeights, read_config
 from specdial.policies.errors import UserError
@@ -151,9 +151,9 @@ def test_yarn_attention_factor_multiplies_in_gguf():
     assert inverse_frequencies(replaced, 16)[1] == 0.5
 
 
-def header(tmp_path, tensors, keys, body=b""):
+def header(tmp_path, tensors, keys, body=b"", version=3):
     path = tmp_path / "made.gguf"
-    path.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, tensors, keys) + body)
+    path.write_bytes(b"GGUF" + struct.pack("<IQQ", version, tensors, keys) + body)
     return path
 
 
@@ -226,3 +226,27 @@ def test_alignment_is_a_whole_number_above_zero(tmp_path, alignment):
     with pytest.raises(UserError, match="alignment"):
         GgufFile(header(tmp_path, 0, 1, body))
     assert GgufFile(header(tmp_path, 0, 1, named("general.alignment") + struct.pack("<II", 4, 1))).tensors == {}
+
+
+def test_no_more_rows_than_a_chunk_holds_are_dequantised_at_once(tmp_path, monkeypatch):
+    body = placed("x", (5, 32), Kind.Q8_0, 0)
+    rows = np.arange(160, dtype=np.float32).reshape(5, 32)
+    start = -(-(24 + len(body)) // 32) * 32
+    file = GgufFile(header(tmp_path, 1, 0, body.ljust(start - 24, b"\0") + quantize(rows, Kind.Q8_0).tobytes()))
+    sizes = []
+    monkeypatch.setattr(gguf_header, "dequantize", lambda raw, kind: (sizes.append(len(raw)), dequantize(raw, kind))[1])
+    for chunk, wanted in ((64, [2, 2, 1]), (1, [1] * 5), (1 << 22, [5])):
+        monkeypatch.setattr(gguf_header, "_CHUNK_ELEMENTS", chunk)
+        assert torch.allclose(file.load("x"), torch.from_numpy(rows), atol=1.0)
+        assert sizes == wanted
+        sizes.clear()
+
+
+@pytest.mark.parametrize("version", [1, 2, 3, 4])
+def test_versions_2_and_3_are_read(tmp_path, version):
+    path = header(tmp_path, 0, 0, version=version)
+    if version in (2, 3):
+        assert (GgufFile(path).metadata, GgufFile(path).tensors) == ({}, {})
+    else:
+        with pytest.raises(UserError, match=f"is GGUF version {version}; convert the model"):
+            GgufFile(path)

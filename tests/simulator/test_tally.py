@@ -128,3 +128,13 @@ def test_what_a_sparse_record_lacks_is_remembered_by_policy(record, policy, monk
         asked = dataclasses.replace(record, complete=np.full(len(record.arms), complete))
         found = tally(asked, record.documents, given, arms, units=Units.of(5, 1), knots=KNOTS)
         assert found.missing.tolist() == [False, not complete]
+
+
+def test_tokens_count_by_every_age_there_can_be(tmp_path, policy):
+    """Nothing is ever accepted nor verified in full: the last of 12 tokens is 12 rounds old."""
+    with np.errstate(over="ignore"):  # of chances that are 0
+        write_trace(tmp_path, Shape(documents=1, new_tokens=12, difficulty_nats=150.0))
+    hard = read_record(read_trace(tmp_path))
+    lossy = policy("fixed", controller={"k": 1}, verify_kv={"mode": "partial", "full_period": 0, "budget": 64})
+    found = tally(hard, hard.documents, [lossy] * 2, [[1]] * 2, units=Units.of(1, 1), knots=KNOTS)
+    assert found.lossy.emitted.tolist() == [[[0.0, *[1.0] * 12]]] * 2
