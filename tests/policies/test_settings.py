@@ -6,6 +6,7 @@ from dataclasses import fields
 import numpy as np
 import pytest
 
+from specdial.policies import schema
 from specdial.policies.controllers import (
     CONTROLLERS,
     ConfidenceConfig,
@@ -205,7 +206,7 @@ def test_a_list_of_draft_lengths_stays_within_the_longest():
         policy_from_mapping(rate([1, 9]))
 
 
-def test_a_cell_ends_above_where_it_starts_and_there_are_at_most_a_thousand():
+def test_a_cell_ends_above_where_it_starts_and_there_are_at_most_a_thousand(monkeypatch):
     def cells(*given):
         return policy_from_mapping({"cells": [{"overrides": {}, **cell} for cell in given]})
 
@@ -217,7 +218,10 @@ def test_a_cell_ends_above_where_it_starts_and_there_are_at_most_a_thousand():
             cells({f"from_{axis}": start, f"to_{axis}": start})
     with pytest.raises(UserError, match="cells has 1001 entries"):
         cells(*({"from_batch": 1 + i} for i in range(1001)))
+    monkeypatch.setattr(schema, "MOST_CELLS", 20)
     assert len(cells(*({"from_batch": 1 + i} for i in range(20))).cells) == 20
+    with pytest.raises(UserError, match="cells has 21 entries"):
+        cells(*({"from_batch": 1 + i} for i in range(21)))
 
 
 @pytest.mark.parametrize(("length", "shown"), [(58, 60), (59, 60)])
