@@ -117,3 +117,9 @@ def test_certain_acceptance_divides_by_nothing():
     with np.errstate(all="raise"):
         assert analytic.geometric_accepted(1.0, 4) == 4.0
         assert analytic.geometric_accepted(np.array([0.0, 0.5, 1.0]), 2).tolist() == [0.0, 0.75, 2.0]
+
+
+def test_a_verification_is_taken_to_cost_a_plain_step():
+    assert analytic.speedup(0.5, 2, 0.25) == pytest.approx(2.0 / 1.5)
+    assert analytic.optimal_k(np.array([0.5]), 0.1) == 1  # 1.5 tokens for 1.1; at twice the cost it would not pay
+    assert analytic.crossover_alpha(2, 0.25) == analytic.crossover_gamma(2, 0.25) == 0.25
