@@ -272,7 +272,7 @@ LANES = 2 * 3  # (layer, kv head) pairs of a sequence
 
 @pytest.mark.parametrize(
     ("batch", "longest", "selected", "keys", "chunk"),
-    [(3, 1000, 50, 1024, 1024), (100, 1000, 5000, 1024, 1024), (1, 5051, 50, 5120, 4096)],
+    [(3, 1016, 50, 1088, 1088), (100, 1015, 5000, 1024, 1024), (1, 5051, 50, 5120, 4096)],
 )
 def test_bytes_on_a_gpu_by_hand(batch, longest, selected, keys, chunk):
     """The second: a block of more rows than a chunk, more chosen than there is. The third: a prompt of two chunks."""

@@ -354,3 +354,9 @@ def test_long_texts_are_broken_where_they_always_were(end, longest):
 def test_a_short_digest_is_the_start_of_the_digest():
     assert short_digest(Policy()) == policy_digest(Policy())[:12]
     assert len(short_digest(Policy())) == 12
+
+
+def test_a_fault_in_what_the_file_does_not_say_is_named_at_its_first_line():
+    text = f"schema: {SCHEMA}\nname: q\ndrafter:\n  kind: quest\ncontroller:\n  kind: fixed\n"
+    with pytest.raises(UserError, match=r"draft_kv\.page is 1, and drafter quest chooses whole pages \(line 1\)"):
+        parse_policy(text)
