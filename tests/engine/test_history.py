@@ -8,6 +8,7 @@ import torch
 from specdial.engine import history as histories
 from specdial.engine.history import History, HistorySpec, Rows
 from specdial.engine.models.shapes import SHAPES
+from specdial.kernels.full_attention import Statistics
 
 CONFIG = dataclasses.replace(SHAPES["smollm2-135m"], layers=3, kv_heads=2, heads=6, head_dim=4)
 
@@ -28,6 +29,10 @@ def test_raw_rows_of_all_layers_go_in_at_once_and_of_one_sequence_by_layer(monke
     kept = make(HistorySpec(5, page), "triton")
     rows = kept.rows(7, 2)
     assert rows.raw.page_tokens == max(page, 16)
+    held = Statistics.empty(
+        granularity, batch=6, kv_heads=2, keys=128, rows=7, group=3, page_tokens=max(page, 16), device="meta"
+    )
+    assert (rows.raw.lse.shape, rows.raw.log_mass.shape) == (held.lse.shape, held.log_mass.shape)
     assert (rows.raw.log_mass.shape[-1] == 128) == (granularity == "token")
     lengths = torch.tensor([3, 4])
     kept.push(rows, lengths, lengths)

@@ -148,6 +148,8 @@ def test_buffer_and_period_bound_what_is_uncorrected():
     assert (plain.overflows(10**6, 10**6), plain.holds(0), plain.most_uncorrected(3)) == (False, False, 12)
     assert [buffered.overflows(n, 5) for n in (0, 7, 8)] == [False, False, True]
     assert [buffered.holds(n) for n in (1, 512, 513)] == [True, True, False]
+    least = VerifyKV(mode="partial", full_period=4, buffer=1)
+    assert (least.overflows(0, 2), least.holds(512), least.most_uncorrected(3)) == (True, True, 1)
     assert [buffered.most_uncorrected(k) for k in (2, 3, 4)] == [9, 12, 12]
     assert VerifyKV(mode="partial", full_period=0).most_uncorrected(3) == 0
     assert [VerifyKV(mode="partial", full_period=n).lossless for n in (0, 1, 2)] == [False, True, False]
