@@ -250,3 +250,12 @@ def test_versions_2_and_3_are_read(tmp_path, version):
     else:
         with pytest.raises(UserError, match=f"is GGUF version {version}; convert the model"):
             GgufFile(path)
+
+
+@pytest.mark.parametrize(("item", "count", "needed"), [(8, 3, 24), (3, 5, 10), (12, 2, 16)])
+def test_arrays_are_held_against_the_file_before_they_are_read(tmp_path, item, count, needed):
+    """Of a text its length alone counts, 8 bytes."""
+    body = named("k") + struct.pack("<IIQ", 9, item, count)
+    with pytest.raises(UserError, match=f"{needed} bytes declared at {24 + len(body)}"):
+        GgufFile(header(tmp_path, 0, 1, body + bytes(needed - 1)))
+    assert len(GgufFile(header(tmp_path, 0, 1, body + bytes(needed))).metadata["k"]) == count
