@@ -85,7 +85,7 @@ def test_too_few_and_overlapping_documents_are_named():
         enough(three[:1], spec, "it")
     assert sorted(d.name for d in shuffled(three, spec)) == ["x", "y", "z"]
     assert [d.index for d in place(three[:2], spec)] == [0, 1]
-    with pytest.raises(ValueError, match="shorter"):
+    with pytest.raises(ValueError, match="longer"):
         place(three[:1], spec)
     with pytest.raises(UserError, match=r"documents 0 \(x\) and 1 \(w\) share source text"):
         place([draft("x", 0, 5), draft("w", 4, 9)], spec)
