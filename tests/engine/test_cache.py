@@ -105,9 +105,10 @@ def test_a_captured_block_goes_where_the_device_says(monkeypatch):
     cache.write(0, block, block)
     assert written() == [[5, 6], [7, 8]]
     assert cache.width(4) == cache.capacity_tokens == 128
-    cache.write_one(0, 1, 20, 2 * block[:1], 3 * block[:1])
-    keys, values = cache.view_one(0, 1, 22)
-    assert keys.shape == (1, 2, 22, 4)
+    three = torch.ones(1, 3, 2, 4)
+    cache.write_one(0, 1, 20, 2 * three, 3 * three)
+    keys, values = cache.view_one(0, 1, 23)
+    assert keys.shape == (1, 2, 23, 4)
     assert keys[0, :, 20:].unique().tolist() == [2.0]
     assert values[0, :, 20:].unique().tolist() == [3.0]
     assert keys[0, 0, 19].sum() == 0
