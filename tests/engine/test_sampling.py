@@ -165,7 +165,7 @@ def test_acceptance_by_hand():
 def test_a_second_draft_is_replaced_by_what_its_own_row_lacks():
     target = torch.tensor([[[0.9, 0.1, 0.0], [0.1, 0.4, 0.5], [1.0, 0.0, 0.0]]])
     draft = torch.tensor([[[0.9, 0.0, 0.1], [0.9, 0.0, 0.1]]])
-    u = torch.tensor([[0.5, 0.5, 0.45]], dtype=torch.float64)  # 0 is kept, 0 again is not: residual 0, 0.4, 0.4
+    u = torch.tensor([[0.5, 0.5, 0.3]], dtype=torch.float64)  # 0 is kept, 0 again is not: residual 0, 0.4, 0.4
     verdict = verify_sampled(torch.zeros(1, 2, dtype=torch.int64), torch.tensor([2]), draft, target, u)
     assert (verdict.accepted.tolist(), verdict.next_token.tolist()) == ([1], [1])
     draft = torch.tensor([[[0.9, 0.1, 0.0], [0.6, 0.4, 0.0]]])  # residual 0, 0, 0.5: no 1, which the first row lacks
