@@ -129,11 +129,14 @@ def regret(cell, clock):
     digests = {policy_digest(p) for p, timed in zip(policies, known) if timed}
     in_grid = [digest for digest in finalists if digest in digests]
     speedups = np.array([guessed[policy_digest(p)]["speedup"] for p in policies])[known]
+    errors = speedups * first_us[known] / first_us[0] - 1.0
+    kinds = np.array([p.controller.kind for p in policies])[known]
     about = {
         "points": int(known.sum()),
         "documents": {"train": a.train, "grid": groups * a.batch, "finalists": len(batches) * a.batch},
         "first_pass": {"fastest_speedup": round(float(first_us[0] / np.nanmin(first_us)), 4)},
         "rank_correlation": round(float(spearmanr(speedups, -first_us[known]).statistic), 4),
+        "in_sample_error_pct": {kind: _size(errors[kinds == kind]) for kind in np.unique(kinds) if kind != "none"},
         "outputs_differing_from_plain": int(unlike.max()),
         "repeats": a.repeats,
         "phases_s": phases,
@@ -166,6 +169,13 @@ def row_of(cell, kind, policy, finalists, again, in_grid, about):
     case += "" if about["points"] > LEAST_POINTS else f": fewer than {LEAST_POINTS}, which prove nothing"
     tail = "" if kind == "held-out" else "-in-sample"
     return result(f"Q1-regret-{name}-B{cell.a.batch}{tail}", case, pct, "%", **facts, **about)
+
+
+def _size(errors):
+    """Of predicted speedups, each measured once: points, median and worst without sign, median with it."""
+    sizes = np.abs(errors)
+    found = {"median": np.median(sizes), "worst": sizes.max(), "bias": np.median(errors)}
+    return {"points": len(errors), **{name: round(100.0 * float(value), 2) for name, value in found.items()}}
 
 
 def _shown(policy):
