@@ -30,14 +30,8 @@ from specdial.policies.console import table_console
 from specdial.policies.errors import UserError
 from specdial.policies.fields import parse, to_plain
 
-WITH_K = (
-    "verify",
-    "host",
-    *WATCHED_OPS,
-    "verify_partial",
-    "host_partial",
-    "refresh",
-)  # operations that k or rows tell apart
+# Operations that k or rows tell apart.
+WITH_K = ("verify", "host", *WATCHED_OPS, "verify_partial", "host_partial", "refresh")
 ORDER = ("batch", "context_tokens", "drafter", "source", "op", "k", "budget")  # of the rows of the printed table
 
 
