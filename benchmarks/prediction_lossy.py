@@ -125,11 +125,10 @@ def calibration(cell, kind, heads):
     """What to time: full and partial rounds of the grid halfway through the outputs."""
     a, context = cell.a, len(cell.job.documents[0].prompt_ids)
     kv, named = verification(kind, heads)
-    least = 1 if "lookahead" in heads.sources(kind) else 0  # rounds without drafts have no lookahead to choose by
     return {
         "contexts": [context + a.new_tokens // 2],
         "batches": a.batches,
-        "ks": [least, *a.k],
+        "ks": [0, *a.k],
         "drafters": [to_plain(drafter_of(kind, a))],
         "repeats": a.calibrations,
         "verify_kv": kv,

@@ -206,7 +206,8 @@ def check_variants(variants: tuple[tuple[VerifyKV, int], ...], heads: ScoringHea
     """What holds for all cells together. variants: each one's verification, and most drafts of a round.
 
     Raises UserError on heads that no cell uses, on partial verification of a policy that never drafts, or that is
-    corrected in some cells only, and on a buffer that not even one round fits.
+    corrected in some cells only, on lookahead in a cell that drafts nothing, and on a buffer that not even one round
+    fits.
     """
     partial = [v for v, _ in variants if v.mode == "partial"]
     most = max(k for _, k in variants) + 1
@@ -230,6 +231,12 @@ def check_variants(variants: tuple[tuple[VerifyKV, int], ...], heads: ScoringHea
             f"{prefix}verify_kv.mode is 'partial', and the policy drafts nothing",
             "use a controller that drafts, or mode full",
             field=f"{prefix}verify_kv.mode",
+        )
+    if any(v.mode == "partial" and v.source in LOOKAHEAD and k == 0 for v, k in variants):
+        raise UserError(
+            f"{prefix}cells has one that drafts nothing, and its verify_kv.source chooses keys by what is drafted",
+            "set verify_kv.mode full in its overrides",
+            field=f"{prefix}cells",
         )
     if {v.full_period == 0 for v in partial} == {True, False}:
         raise UserError(

@@ -16,6 +16,7 @@ import numpy.typing as npt
 from specdial.policies.errors import UserError
 from specdial.policies.fields import setting, to_plain
 from specdial.policies.schema import Cell, Policy, policy_from_mapping
+from specdial.policies.verification import LOOKAHEAD, VerifyKV
 from specdial.simulator.costs import CostModel
 from specdial.simulator.lanes import Record
 from specdial.simulator.replay import replay
@@ -23,7 +24,6 @@ from specdial.simulator.replay import replay
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 NEVER = 1e6  # relative time of a policy that a cell does not support
-IDLE = Cell({"controller": {"kind": "none"}})
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +107,7 @@ def find_surface(
     total = relative.mean(axis=(1, 2))
     single = [plain, *drafting][int(total.argmin())]
     base = drafting[int(total[1:].argmin())]
-    idle = _composed(base, [IDLE])
+    idle = _composed(base, [Cell(_idle(base))])
     places = [1 + i for i, p in enumerate(drafting) if _fits(base, p)]
     fitting = [drafting[i - 1] for i in places]
     relative = np.concatenate([_relative_times(record, costs, [idle], grid, splits[0]), relative[places]])
@@ -184,10 +184,16 @@ def compose(base: Policy, labels: Sequence[Policy], chosen: Ints, grid: Grid) ->
             continue
         last = grid.cell(i + height - 1, j + width - 1)
         ends = {"to_context_tokens": last["to_context_tokens"], "to_batch": last["to_batch"]}
-        wanted = {"controller": {"kind": "none"}} if place == 0 else _parts(labels[place])
+        wanted = _idle(outer) if place == 0 else _parts(labels[place])
         parts = {name: part for name, part in wanted.items() if part != _parts(outer)[name]}
         cells.append(Cell(parts, **{**grid.cell(i, j), **ends}))  # type: ignore[arg-type]
     return _composed(outer, cells)
+
+
+def _idle(outer: Policy) -> dict[str, Any]:
+    """The overrides of a k = 0 cell. Without drafts there is no lookahead to choose keys by: it verifies in full."""
+    full = {"verify_kv": to_plain(VerifyKV(), complete=True)} if outer.verify_kv.source in LOOKAHEAD else {}
+    return {"controller": {"kind": "none"}, **full}
 
 
 def _row(unary: Floats, switch_frac: float) -> Ints:
@@ -239,7 +245,7 @@ def _fits(base: Policy, policy: Policy) -> bool:
     if base.scoring_heads != policy.scoring_heads or kept[0] != kept[1]:
         return False
     try:
-        _composed(base, [Cell(_parts(policy)), IDLE])
+        _composed(base, [Cell(_parts(policy)), Cell(_idle(base))])
     except UserError:
         return False
     return True

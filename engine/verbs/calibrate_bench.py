@@ -79,9 +79,10 @@ class Bench:
     def _check(self, full: Samples, partial: dict[str, Samples], context: int) -> None:
         """Raises UserError where a lookup found nothing to time."""
         missing = [k for k in self.settings.ks if ("verify", k, 0) not in full]
-        for samples in partial.values():
+        for plan in (p for p in self.plans if p.source):
+            samples = partial[plan.source]
             timed = {k for op, k, _ in samples if op == "verify_partial"}
-            missing += [k for k in self.settings.ks if k not in timed]
+            missing += [k for k, _, _ in plan.partial if k not in timed]
             missing += [] if any(op == "refresh" for op, _, _ in samples) else [max(self.settings.ks)]
         if missing:
             raise UserError(
@@ -138,7 +139,9 @@ class Bench:
         """Partial rounds, the choice of their keys alone, and full rounds that recompute rows."""
         for k, draft_budget in self._configurations(repeat):
             for keys in plan.verify_budgets:
-                policy = plan.partial[k, draft_budget, keys]
+                policy = plan.partial.get((k, draft_budget, keys))
+                if policy is None:
+                    continue
                 for r in self._rounds(context, policy, self._usual, synthetic=self._accepted(policy, k)):
                     if int(r.k.min()) < k:
                         continue

@@ -11,6 +11,7 @@ from specdial.policies.errors import UserError
 from specdial.policies.fields import setting, to_plain
 from specdial.policies.placement import DEVICE, KV
 from specdial.policies.schema import Drafter, DraftKV, Policy, ScoringHeads, VerifyKV, policy_from_mapping
+from specdial.policies.verification import LOOKAHEAD
 
 GPU_ROUNDS, CPU_ROUNDS = 4, 2  # in a row, of which the first is left out
 
@@ -129,15 +130,16 @@ def _check_partial(s: Settings) -> None:
 
 
 def _partial(s: Settings, plan: Plan, source: str) -> Plan:
-    """The same drafter with a partial verification beside its full ones."""
+    """The same drafter with a partial verification beside its full ones: by lookahead, of drafts alone."""
     most = max(s.ks)
+    ks = [k for k in s.ks if k or source not in LOOKAHEAD]
     budgets = s.verify_budgets or (s.verify_kv.keys.budget,)
 
     def policy(k: int, budget: int, keys: int, period: int) -> Policy:
         kv = {**to_plain(of_source(s.verify_kv, source, keys)), "full_period": period}
         return _policy(s, plan.drafter, k, budget, verify_kv=kv, scoring_heads=heads_used(s.scoring_heads, source))
 
-    partial = {(k, b, keys): policy(k, b, keys, 0) for k in s.ks for b in plan.budgets for keys in budgets}
+    partial = {(k, b, keys): policy(k, b, keys, 0) for k in ks for b in plan.budgets for keys in budgets}
     rounds = sorted({max(round(rows / (most + 1)), 1) for rows in s.refresh_rows})  # partial ones before each full one
     refresh = {n * (most + 1): policy(most, plan.budgets[0], budgets[0], n + 1) for n in rounds}
     one = next(iter(refresh.values()))

@@ -64,6 +64,15 @@ def policy(verify_kv, **more):
             {"scoring_heads": HEADS},
             "verify_kv.source is 'hybrid', which reads a draft model's scoring heads: drafter sparse_self has none",
         ),
+        (
+            {**PARTIAL, "source": "lookahead", "scope": "model"},
+            {
+                "drafter": MODEL,
+                "scoring_heads": {"draft": [[0, 1]]},
+                "cells": [{"overrides": {"controller": {"kind": "none"}}}],
+            },
+            "cells has one that drafts nothing, and its verify_kv.source chooses keys by what is drafted; set",
+        ),
         (PARTIAL, {"scoring_heads": {"target": [[1, 0]]}}, "verify_kv.scope is 'kv_head', history by scoring heads"),
         (
             {**PARTIAL, "scope": "model", "page": 16},

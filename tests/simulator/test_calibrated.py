@@ -105,6 +105,21 @@ def test_partial_verification_is_timed_term_by_term(settings, tiny_checkpoint):
     assert table.meta["recomputed_multiple"] == 1
 
 
+def test_verification_by_lookahead_is_timed_with_drafts_alone(settings, tiny_checkpoint):
+    """Rounds without drafts have nothing to choose keys by."""
+    model = {**settings["model"], "source": str(tiny_checkpoint("llama", head_dim=64))}
+    drafter = {"kind": "model", "model": model["source"]}
+    partial = {"mode": "partial", "sink": 2, "recent": 8, "scope": "model"}
+    calibrate.run({
+        **settings, "model": model, "drafters": [drafter], "verify_kv": partial, "sources": ["lookahead", "history"],
+        "verify_budgets": [32], "refresh_rows": [3, 6], "scoring_heads": {"target": [[1, 0]], "draft": [[0, 1]]},
+    })  # fmt: skip
+    rows = read_costs(settings["out"]).rows.to_pylist()
+    places = {(row["source"], row["k"]) for row in rows if row["op"] == "verify_partial"}
+    by_heads = next(source for source, _ in places if source.startswith("history"))
+    assert places == {("lookahead", 2), (by_heads, 0), (by_heads, 2)}
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     [

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from specdial.engine.trace.reader import read_costs, read_trace
 from specdial.policies.file import dump_policy, parse_policy
+from specdial.policies.schema import policy_from_mapping
 from specdial.simulator.costs import CostModel
 from specdial.simulator.lanes import read_record
 from specdial.simulator.surface import Grid, compose, energy, find_surface, smooth
@@ -50,6 +51,18 @@ def test_the_composed_policy_runs_what_was_chosen_in_every_cell(policy, seed):
             wanted = labels[chosen[i, j]]
             assert mine.k_max == wanted.k_max
             assert mine.k_max == 0 or mine.draft_kv == wanted.draft_kv
+
+
+def test_a_cell_that_does_not_draft_has_no_lookahead_to_verify_by(policy):
+    verify = {"mode": "partial", "source": "lookahead", "scope": "model", "full_period": 0}
+    dustin = policy_from_mapping({
+        "drafter": {"kind": "model", "model": "small"}, "controller": {"kind": "fixed", "k": 3}, "verify_kv": verify,
+        "scoring_heads": {"draft": [[0, 0]]},
+    })  # fmt: skip
+    composed = compose(dustin, [policy("none"), dustin], np.array([[0], [1]]), Grid((256, 1024), (1,)))
+    short, long = (composed.variants()[composed.variant_index(context, 1)] for context in (256, 1024))
+    assert (short.k_max, short.verify_kv.mode) == (0, "full")
+    assert (long.k_max, long.verify_kv) == (3, dustin.verify_kv)
 
 
 def test_a_surface_pays_where_the_best_draft_length_turns_with_the_context(tmp_path, policy):
