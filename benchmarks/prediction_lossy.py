@@ -48,6 +48,7 @@ FULL |= {"budgets": [512, 1024, 2048], "periods": [2, 4, 8, 16, 0], "k": [2, 4, 
 FULL |= {"refresh": [8, 32, 96], "calibrations": 3, "probed": 4, "rounds": 6, "drafters": ["sparse_self", "lookup"]}
 SMALL = FULL | {"id": "L-small", "contexts": [512], "batches": [1], "train": 6, "test": 3, "singles": 3}
 SMALL |= {"new_tokens": 32, "budgets": [64, 128, 256], "policies": 12, "probed": 4, "rounds": 4, "refresh": [8, 32]}
+SMALL |= {"drafters": ["sparse_self"], "k": [2, 4]}  # short texts give lookup few drafts
 DRY = SMALL | {"id": "dry", "contexts": [300], "train": 2, "test": 2, "singles": 2, "new_tokens": 12, "policies": 3}
 DRY |= {"repeats": 1, "calibrations": 3, "budgets": [192], "k": [2], "probed": 2, "rounds": 2, "refresh": [3, 9]}
 
