@@ -240,13 +240,14 @@ def _ranking(rows: list[dict[str, Any]]) -> dict[str, Any]:
         return {"rank_correlation": None, "regret": None, "median_error_frac": None, "worst_error_frac": None}
     predicted = np.array([r["predicted"]["speedup"] for r in known])
     measured = np.array([r["measured"]["speedup"] for r in known])
-    errors = np.abs(predicted / measured - 1.0)
+    drafting = np.array([r["k_max"] > 0 for r in known])  # plain decoding's speedup is 1 by definition
+    errors = np.abs(predicted / measured - 1.0)[drafting]
     distinct = len(set(predicted)) > 1 and len(set(measured)) > 1
     return {
         "rank_correlation": float(spearmanr(predicted, measured).statistic) if distinct else None,
         "regret": float(1.0 - measured[predicted.argmax()] / measured.max()),
-        "median_error_frac": float(np.median(errors)),
-        "worst_error_frac": float(errors.max()),
+        "median_error_frac": float(np.median(errors)) if len(errors) else None,
+        "worst_error_frac": float(errors.max()) if len(errors) else None,
     }
 
 
@@ -334,6 +335,7 @@ def _print(out: Path, job: Job, rows: list[dict[str, Any]], content: dict[str, A
     if content["regret"] is not None:
         said = " among lossless policies" if "lossy_ranking" in content else ""
         rank = "-" if content["rank_correlation"] is None else f"{content['rank_correlation']:.2f}"
-        errors = f"median {content['median_error_frac']:.1%}, worst {content['worst_error_frac']:.1%}"
         console.print(f"regret of the best-predicted policy{said} {content['regret']:.1%}")
-        console.print(f"predicted against measured: error {errors}, rank correlation {rank}")
+        if content["median_error_frac"] is not None:
+            errors = f"median {content['median_error_frac']:.1%}, worst {content['worst_error_frac']:.1%}"
+            console.print(f"predicted against measured, plain apart: error {errors}, rank correlation {rank}")
