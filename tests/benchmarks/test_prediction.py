@@ -26,34 +26,33 @@ def script(monkeypatch):
     return importlib.import_module
 
 
-def test_dry_run_over_every_batch_with_float8_and_traces(script, tiny_checkpoint, tmp_path, capsys):
+def test_dry_run_of_a_batch_with_float8_and_traces(script, tiny_checkpoint, tmp_path, capsys):
     model = str(tiny_checkpoint("qwen2", vocab_size=288))
-    sizes = ["--train", "3", "--new-tokens", "32"]
+    sizes = ["--train", "4", "--new-tokens", "32", "--batches", "2"]
     command = ["--dry", "--model", model, "--workloads", "novel", "--fp8", "--traces", str(tmp_path), *sizes]
     rows = {row["id"]: row for row in script("prediction").main(command)}
-    assert set(rows) == {f"dry-novel-300-B{b}{tail}" for b in (1, 2) for tail in ("", "-in-sample")}
+    assert set(rows) == {"dry-novel-300-B2", "dry-novel-300-B2-in-sample"}
     for row in rows.values():
         assert row["value"] == pytest.approx(row["median_pct"], abs=1e-4)
         assert row["median_pct"] <= row["worst_pct"]
         assert set(row["by_controller"]) == {"fixed", "entropy", "confidence", "rate", "fp8-fixed"}
-        assert row["documents"] == {"train": 3, "test": 2}
-        assert row["tokens"] == {"train": 96, "test": 64}
+        assert row["documents"] == {"train": 4, "test": 2}
+        assert row["tokens"] == {"train": 128, "test": 64}
         assert row["outputs_differing_from_plain"] == 0
         assert 0 <= row["median_repeat_spread_pct"] <= row["repeat_spread_pct"]
         assert -1 <= row["rank_correlation"] <= 1
         for name, bar in row["bar"].items():
             assert bar["met"] == (row[name] <= bar["at_most"])
         assert "/" not in row["command"].removeprefix("python3 benchmarks/prediction.py")
-    for batch in (1, 2):
-        table = rows[f"dry-novel-300-B{batch}-in-sample"]["policies"]
-        dense = [line for line in table if not line[0].startswith("fp8")]
-        assert len(dense) == 25
-        assert len(table) == 31
-        assert len({line[0] for line in table}) == 31
-        assert table[0][0] == "plain"
-        assert {line[1] for line in dense} == {"exact"}
-        for *_, own_tokens, measured_tokens in dense:
-            assert own_tokens == measured_tokens  # dense replay is exact on a CPU: what is left is cost
+    table = rows["dry-novel-300-B2-in-sample"]["policies"]
+    dense = [line for line in table if not line[0].startswith("fp8")]
+    assert len(dense) == 25
+    assert len(table) == 31
+    assert len({line[0] for line in table}) == 31
+    assert table[0][0] == "plain"
+    assert {line[1] for line in dense} == {"exact"}
+    for *_, own_tokens, measured_tokens in dense:
+        assert own_tokens == measured_tokens  # dense replay is exact on a CPU: what is left is cost
     left = read_trace(tmp_path / f"{Path(model).stem}-novel-300")
     assert [d["split"] for d in left.meta["documents"]] == ["train"] * 3
     assert model not in json.dumps(left.meta)
