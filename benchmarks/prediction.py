@@ -35,16 +35,12 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent / "kernels"))
 sys.path.insert(0, str(Path(__file__).resolve().parent / "engine"))
 from _engine_bench import complete, save, script
-from prediction_cell import Cell, Clock, measure
-from prediction_documents import KINDS, built, from_prompts, spec_of
+from prediction_cell import Clock, cells, load, measure
+from prediction_documents import KINDS
 from prediction_records import show
 from prediction_traces import part_of
-from prompts import read
 
-from specdial.engine.job import Job
-from specdial.engine.weights import load_model
 from specdial.policies.errors import UserError
-from specdial.policies.fields import to_plain
 
 FULL = {"id": "S3", "contexts": [8000], "batches": [1, 16], "train": 16, "test": 16, "singles": 2, "new_tokens": 64}
 FULL |= {"budgets": [256, 512], "page": 16, "repeats": 3, "calibrations": 5, "part": 0, "own": 0, "minutes": 0.0}
@@ -90,14 +86,6 @@ def arguments(argv):
     return a
 
 
-def documents(a, model, workload, context, spec):
-    """Documents of a cell, train first, and plain facts on their texts."""
-    if a.prompts is None:
-        return built(spec, model.tokenizer), {"workload": spec.kind}
-    ids, about = read(a.prompts, model.tokenizer, workload, context)
-    return from_prompts(ids, a.train, a.test, a.new_tokens), about
-
-
 def leave_trace(cell, traces):
     """Leave the first train documents of a cell's trace for the tests: three, or as many as fit in LEFT_BYTES."""
     left, room = [], LEFT_BYTES
@@ -119,29 +107,19 @@ def main(argv=None):
 
 def measured(a, work):
     """Every record, printed and saved as it comes. work: where the files of every cell lie."""
-    device = "cpu" if a.small or a.dry else "cuda"
     clock, rows = Clock(), {}
-    with clock.stage("load"):
-        model = load_model(a.model, device=device)
-    name = Path(a.model).stem
-    for workload in a.workloads:
-        for context in a.contexts:
-            spec = spec_of(workload, context, a.train, a.test, a.new_tokens)
-            model.config.check_context(context + a.new_tokens)
-            left = a.traces / f"{name}-{workload}-{context}" if a.traces else None
-            if left and left.exists():
-                raise UserError(f"{left} exists", "delete it or choose another --traces")
-            found, about = documents(a, model, workload, context, spec)
-            settings = {"model": {"source": a.model, "name": name, "device": device}, "workload": to_plain(spec)}
-            folder = work / f"{workload}-{context}"
-            cell = Cell(folder.name, Job(model, name, spec, found), folder, settings, a, about)
-            for row in measure(cell, clock):
-                rows[row["id"]] = row
-                show(row)
-                if a.out:
-                    save([*rows.values()], a.out)
-            if left:
-                leave_trace(cell, left)
+    model = load(a, clock)
+    for cell in cells(a, model, work):
+        left = a.traces / f"{cell.job.name}-{cell.name}" if a.traces else None
+        if left and left.exists():
+            raise UserError(f"{left} exists", "delete it or choose another --traces")
+        for row in measure(cell, clock):
+            rows[row["id"]] = row
+            show(row)
+            if a.out:
+                save([*rows.values()], a.out)
+        if left:
+            leave_trace(cell, left)
     shown = ("median_pct", "worst_pct", "regret_pct")
     print(json.dumps({id: [row[key] for key in shown] for id, row in rows.items()}))
     return [*rows.values()]

@@ -6,6 +6,7 @@ Every step is the verb's own `run` on one loaded model. Leaves out where documen
 import contextlib
 import gc
 import io
+import itertools
 import json
 import shutil
 import time
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from prediction_documents import documents, spec_of
 from prediction_policies import K_MAX, KS, adaptive, fixed, fp8
 from prediction_records import compared, merged, policy_rows, row_of
 from prediction_traces import part_of
@@ -21,6 +23,7 @@ from prediction_traces import part_of
 from specdial.engine.job import Job
 from specdial.engine.trace.reader import read_trace
 from specdial.engine.verbs import calibrate, record, validate
+from specdial.engine.weights import load_model
 from specdial.engine.workloads import Document
 from specdial.policies.errors import UserError
 from specdial.policies.fields import to_plain
@@ -89,6 +92,28 @@ class Cell:
         if not found or len(self.of("train")) < batch:
             raise UserError(f"batch {batch} of {len(test)} test documents", "ask for more documents or smaller batches")
         return found
+
+
+def load(a, clock):
+    """The model of a script's arguments."""
+    with clock.stage("load"):
+        return load_model(a.model, device=_device(a))
+
+
+def cells(a, model, work):
+    """Every workload at every context of a script's arguments, one after the other, its files below `work`."""
+    name = Path(a.model).stem
+    for workload, context in itertools.product(a.workloads, a.contexts):
+        spec = spec_of(workload, context, a.train, a.test, a.new_tokens)
+        model.config.check_context(context + a.new_tokens)
+        found, about = documents(a, model, workload, context, spec)
+        settings = {"model": {"source": a.model, "name": name, "device": _device(a)}, "workload": to_plain(spec)}
+        folder = work / f"{workload}-{context}"
+        yield Cell(folder.name, Job(model, name, spec, found), folder, settings, a, about)
+
+
+def _device(a):
+    return "cpu" if a.small or a.dry else "cuda"
 
 
 def measure(cell, clock):
@@ -178,11 +203,11 @@ def measure_batch(cell, batch, float8, clock):
     yield row(cell, batch, "in-sample", parts[: -(-len(own) // size)], in_sample, len(own))
 
 
-def validated(cell, batch, policies, held_out, documents, out):
-    """validation.json of these documents, measured unless `out` holds it."""
+def validated(cell, batch, policies, held_out, documents, out, said=EXPECTED):
+    """validation.json of these documents, measured unless `out` holds it. said: what policies expect of `held_out`."""
     if (out / "validation.json").exists():
         return json.loads((out / "validation.json").read_text(encoding="utf-8"))
-    expected = [{name: held_out[policy_digest(p)][name] for name in EXPECTED} for p in policies]
+    expected = [{name: held_out[policy_digest(p)][name] for name in said} for p in policies]
     settings = {
         "policies": [to_plain(replace(p, expected=e)) for p, e in zip(policies, expected)],
         "split": "test",
@@ -222,7 +247,7 @@ def row(cell, batch, state, parts, predictions, documents):
     about = {
         "cell": f"{cell.name}, batch {batch}, {len(rows)} policies",
         "model": cell.job.name,
-        "hardware": _hardware(parts[0]["hardware"]),
+        "hardware": hardware_of(parts[0]["hardware"]),
         "documents": {"train": len(cell.of("train")), "test": documents},
         "tokens": {"train": len(cell.of("train")) * cell.a.new_tokens, "test": plain["tokens"]},
         "repeats": parts[0]["repeats"],
@@ -237,5 +262,6 @@ def row(cell, batch, state, parts, predictions, documents):
     return row_of(id, state, compared(rows, predictions), about)
 
 
-def _hardware(found):
+def hardware_of(found):
+    """What a record says of validate's hardware."""
     return found["name"] if found["device"] == "cuda" else f"{found['name']}, {found['threads']} threads"

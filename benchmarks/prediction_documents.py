@@ -7,6 +7,8 @@ apart is chance and not a chapter. Leaves out the texts themselves.
 
 from dataclasses import replace
 
+from prompts import read
+
 from specdial.engine.workloads import Document, WorkloadSpec, build
 from specdial.policies.errors import UserError
 
@@ -19,6 +21,14 @@ def spec_of(workload, context, train, test, new_tokens):
     total = train + test
     shares = {"train_frac": train / total, "validation_frac": 0.0, "test_frac": test / total}
     return WorkloadSpec(KINDS[workload], context, total, new_tokens, **shares)
+
+
+def documents(a, model, workload, context, spec):
+    """Documents of a cell, train first, and plain facts on their texts. a: of prompts, train, test and new_tokens."""
+    if a.prompts is None:
+        return built(spec, model.tokenizer), {"workload": spec.kind}
+    ids, about = read(a.prompts, model.tokenizer, workload, context)
+    return from_prompts(ids, a.train, a.test, a.new_tokens), about
 
 
 def built(spec, tokenizer):

@@ -22,18 +22,15 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent / "kernels"))
 sys.path.insert(0, str(Path(__file__).resolve().parent / "engine"))
 from _engine_bench import complete, save, script
-from prediction import documents
-from prediction_cell import EXPECTED, Cell, Clock, timed
-from prediction_documents import KINDS, spec_of
+from prediction_cell import EXPECTED, Clock, cells, load, timed, validated
+from prediction_documents import KINDS
 from prediction_lossy_lookup import with_lookup
 from prediction_lossy_policies import DRAFT, Heads, drafter_of, grid, verification
 from prediction_lossy_records import row_of, show
 from prediction_traces import part_of
 
-from specdial.engine.job import Job
 from specdial.engine.trace.reader import read_trace
-from specdial.engine.verbs import calibrate, record, validate
-from specdial.engine.weights import load_model
+from specdial.engine.verbs import calibrate, record
 from specdial.policies.errors import UserError
 from specdial.policies.fields import to_plain
 from specdial.policies.file import policy_digest
@@ -151,11 +148,8 @@ def compared(cell, policies, batch):
         part_of(cell.folder / name, own / name, [d.index for d in measured if d.index in held])
     held_out = predicted(cell, cell.folder, policies, batch, "train")
     in_sample = predicted(cell, own, policies, batch, "test")
-    expected = [{name: held_out[policy_digest(p)][name] for name in (*EXPECTED, "fidelity")} for p in policies]
-    settings = {"split": "test", "batch": batch, "repeats": cell.a.repeats, "out": str(own / "validation")}
-    settings |= {"policies": [to_plain(replace(p, expected=e)) for p, e in zip(policies, expected)]}
-    validate.run({**cell.settings, **settings}, replace(cell.job, documents=measured))
-    content = json.loads((own / "validation" / "validation.json").read_text(encoding="utf-8"))
+    out, said = own / "validation", (*EXPECTED, "fidelity")
+    content = validated(cell, batch, policies, held_out, measured, out, said)
     return content, held_out, in_sample
 
 
@@ -173,21 +167,12 @@ def predicted(cell, folder, policies, batch, split):
 
 def main(argv=None):
     a = arguments(argv)
-    device = "cpu" if a.small or a.dry else "cuda"
     clock, rows = Clock(), []
-    with clock.stage("load"):
-        model = load_model(a.model, device=device)
-    name = Path(a.model).stem
+    model = load(a, clock)
     heads = Heads.of(a, model.config)
-    for workload in a.workloads:
-        for context in a.contexts:
-            spec = spec_of(workload, context, a.train, a.test, a.new_tokens)
-            model.config.check_context(context + a.new_tokens)
-            found, about = documents(a, model, workload, context, spec)
-            settings = {"model": {"source": a.model, "name": name, "device": device}, "workload": to_plain(spec)}
-            with tempfile.TemporaryDirectory() as folder:
-                cell = Cell(f"{workload}-{context}", Job(model, name, spec, found), Path(folder), settings, a, about)
-                rows += (fresh := measure(cell, heads, clock))
+    with tempfile.TemporaryDirectory() as folder:
+        for cell in cells(a, model, Path(folder)):
+            rows += (fresh := measure(cell, heads, clock))
             for row in fresh:
                 show(row)
             if a.out:

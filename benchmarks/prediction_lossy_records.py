@@ -4,13 +4,10 @@ An agreement's error is in points (hundredths), a KL's in nats; positive is pred
 few tokens is itself uncertain: `inside_frac` counts predictions within its 95 % interval over documents.
 """
 
-import sys
-from pathlib import Path
-
 import numpy as np
 from _bench import record
-from prediction_cell import _hardware
-from prediction_records import compared
+from prediction_cell import hardware_of
+from prediction_records import command_of, compared
 from scipy.stats import spearmanr
 
 BARS = {"median_pct": 3.0, "worst_pct": 8.0}
@@ -24,7 +21,6 @@ def row_of(cell, batch, parts):
     said, own = errors(rows, held_out), errors(rows, in_sample)
     a, name = cell.a, f"{cell.name}-B{batch}"
     case = f"{cell.name}, batch {batch}, {len(rows)} lossy policies: predicted from the train documents"
-    shown = [Path(argument).name if "/" in argument else argument for argument in sys.argv[1:]]
     row = record(
         f"{a.id}-{name}", case, said["median_pct"], "%",
         model=cell.job.name, **said, in_sample=own,
@@ -34,8 +30,7 @@ def row_of(cell, batch, parts):
         bar={bar: {"at_most": most, "met": said[bar] <= most} for bar, most in BARS.items()},
         texts=cell.about, columns=COLUMNS, policies=[_line(r, held_out, in_sample) for r in rows],
     )  # fmt: skip
-    command = " ".join(["python3 benchmarks/prediction_lossy.py", *shown])
-    return {**row, "hardware": _hardware(parts[0][0]["hardware"]), "command": command}
+    return {**row, "hardware": hardware_of(parts[0][0]["hardware"]), "command": command_of("prediction_lossy.py")}
 
 
 def errors(rows, predicted):

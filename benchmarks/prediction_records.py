@@ -30,10 +30,10 @@ def compared(rows, predicted):
     measured = np.array([r["measured"]["speedup"] for r in rows])
     regret = 1.0 - measured[guessed.argmax()] / measured.max()
     return {
-        **_size(errors[:, 0]),
-        "tokens_per_round_error": _size(errors[:, 1]),
-        "cost_error": _size(errors[:, 2]),
-        "by_controller": {kind: _size(errors[[_kind(r) == kind for r in drafting], 0]) for kind in kinds},
+        **size(errors[:, 0]),
+        "tokens_per_round_error": size(errors[:, 1]),
+        "cost_error": size(errors[:, 2]),
+        "by_controller": {kind: size(errors[[_kind(r) == kind for r in drafting], 0]) for kind in kinds},
         "rank_correlation": round(float(spearmanr(guessed, measured).statistic), 4),
         "regret_pct": _pct(regret),
         "chosen": rows[int(guessed.argmax())]["name"],
@@ -80,8 +80,13 @@ def row_of(id, state, found, about):
     """One record of a cell. found: of `compared`; about: what it was measured on."""
     bars = {name: {"at_most": bar, "met": found[name] <= bar} for name, bar in BARS.items()}
     row = record(id, f"{about['cell']}: {STATES[state]}", found["median_pct"], "%", **about, **found, bar=bars)
+    return {**row, "hardware": about["hardware"], "command": command_of("prediction.py")}
+
+
+def command_of(script):
+    """What a record says was run, files by their names alone."""
     shown = [Path(argument).name if "/" in argument else argument for argument in sys.argv[1:]]
-    return {**row, "hardware": about["hardware"], "command": " ".join(["python3 benchmarks/prediction.py", *shown])}
+    return " ".join([f"python3 benchmarks/{script}", *shown])
 
 
 def policy_rows(rows, predicted):
@@ -126,7 +131,7 @@ def _overlap(row, guess):
     return low <= m["high"] and m["low"] <= high
 
 
-def _size(errors):
+def size(errors):
     """bias_pct: the median with its sign; positive is predicted too fast."""
     return {
         "median_pct": _pct(np.median(np.abs(errors))),

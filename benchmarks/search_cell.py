@@ -6,19 +6,16 @@ Every step is the verb's own `run`. Leaves out searching and measuring.
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from prediction_documents import built, from_prompts, spec_of
-from prompts import read
+from prediction_cell import timed
+from prediction_documents import documents, spec_of
+from prediction_policies import K_MAX
 
 from specdial.engine.job import Job
-from specdial.engine.trace.reader import read_trace
 from specdial.engine.verbs import calibrate, record
 from specdial.engine.weights import load_model
 from specdial.policies.errors import UserError
 from specdial.policies.fields import to_plain
 from specdial.policies.schema import DraftKV, plain_policy
-from specdial.simulator.verbs import replay
-
-K_MAX = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,18 +29,14 @@ class Cell:
     about: dict
 
     @classmethod
-    def of(cls, a, contexts, folder):
+    def load(cls, a, contexts, folder):
         """Load the model and the documents of all contexts, the longest first, numbered on."""
         model = load_model(a.model, device="cpu" if a.dry else "cuda")
-        name, found, about = Path(a.model).stem, [], {"workload": a.workload}
+        name, found = Path(a.model).stem, []
         model.config.check_context(max(contexts) + a.new_tokens)
         for context in sorted(contexts, reverse=True):
             spec = spec_of(a.workload, context, a.train, a.test, a.new_tokens)
-            if a.prompts is None:
-                some = built(spec, model.tokenizer)
-            else:
-                ids, about = read(a.prompts, model.tokenizer, a.workload, context)
-                some = from_prompts(ids, a.train, a.test, a.new_tokens)
+            some, about = documents(a, model, a.workload, context, spec)
             found += [replace(d, index=len(found) + i) for i, d in enumerate(some)]
         spec = spec_of(a.workload, max(contexts), a.train, a.test, a.new_tokens)
         settings = {"model": {"source": a.model, "name": name}, "workload": to_plain(spec)}
@@ -57,12 +50,12 @@ class Cell:
     def costs(self):
         return self.folder / "costs"
 
-    def split(self, name):
-        return [d for d in self.job.documents if d.split == name]
+    def of(self, split):
+        return [d for d in self.job.documents if d.split == split]
 
     def groups(self, batch, context=None):
         """Test documents that decode together: whole batches. Raises UserError where there are none."""
-        test = [d for d in self.split("test") if context in (None, len(d.prompt_ids))]
+        test = [d for d in self.of("test") if context in (None, len(d.prompt_ids))]
         if len(test) < batch:
             raise UserError(f"batch {batch} of {len(test)} test documents", "ask for more documents or smaller batches")
         return [test[i : i + batch] for i in range(0, len(test) - batch + 1, batch)]
@@ -70,21 +63,17 @@ class Cell:
 
 def record_dense(cell, splits, clock):
     """Draft every position of the documents of some splits, at every budget."""
-    documents = [d for d in cell.job.documents if d.split in splits]
+    some = [d for d in cell.job.documents if d.split in splits]
     policy = {**to_plain(plain_policy()), "draft_kv": _selection(cell)}
     dense = {"split": "+".join(splits), "dense": True, "budgets": cell.a.budgets, "k_max": K_MAX}
-    with clock.stage(f"record {len(documents)} documents"):
+    with clock.stage(f"record {len(some)} documents"):
         record.run(
-            {**cell.settings, "policy": policy, **dense, "out": str(cell.trace)}, replace(cell.job, documents=documents)
+            {**cell.settings, "policy": policy, **dense, "out": str(cell.trace)}, replace(cell.job, documents=some)
         )
 
 
 def time_rounds(cell, contexts, batches, clock):
     """Calibrate at these contexts and at where their documents end, on the first train document and its output."""
-    document = cell.split("train")[0]
-    rows = [row for row in read_trace(cell.trace).outputs.to_pylist() if row["doc"] == document.index]
-    output = [row["token_id"] for row in sorted(rows, key=lambda row: row["position"])]
-    timed = replace(cell.job, documents=[replace(document, prompt_ids=[*document.prompt_ids, *output])])
     ends = [context + more for context in sorted(contexts) for more in (0, cell.a.new_tokens)]
     ranges = {
         "contexts": ends,
@@ -94,17 +83,7 @@ def time_rounds(cell, contexts, batches, clock):
         "draft_kv": _selection(cell),
     }
     with clock.stage("calibrate"):
-        calibrate.run({**cell.settings, **ranges, "repeats": cell.a.calibrations, "out": str(cell.costs)}, timed)
-
-
-def predicted(cell, trace, policies, batch):
-    """Replay's outcomes on a trace's train documents by policy digest. Raises UserError for a policy it refuses."""
-    settings = {"trace": str(trace), "costs": str(cell.costs), "batch": batch, "split": "train"}
-    outcomes = replay.run({**settings, "policies": [to_plain(p) for p in policies]})["outcomes"]
-    refused = next((o for o in outcomes if o["speedup"] is None), None)
-    if refused:
-        raise UserError(f"{refused['name']} cannot be predicted: {refused['reason']}", "change the grid")
-    return {outcome["policy_digest"]: outcome for outcome in outcomes}
+        calibrate.run({**cell.settings, **ranges, "repeats": cell.a.calibrations, "out": str(cell.costs)}, timed(cell))
 
 
 def _selection(cell):

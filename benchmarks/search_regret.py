@@ -27,11 +27,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent / "kernels"))
 sys.path.insert(0, str(Path(__file__).resolve().parent / "engine"))
 from _bench import record as result
 from _engine_bench import complete, save, script
-from prediction_cell import Clock
+from prediction_cell import Clock, predicted
 from prediction_documents import KINDS
+from prediction_records import size
 from prediction_traces import part_of
 from scipy.stats import spearmanr
-from search_cell import Cell, predicted, record_dense, time_rounds
+from search_cell import Cell, record_dense, time_rounds
 from search_grid import fixed, grid, measured
 
 from specdial.engine.trace.reader import read_trace
@@ -107,11 +108,11 @@ def regret(cell, clock):
         started_s = time.monotonic()
         found = {"held-out": found_by(cell, cell.trace), "in-sample": found_by(cell, measured_alone(cell, batches))}
         phases["tune"] = round(time.monotonic() - started_s, 1)
-        steady = predicted(cell, cell.trace, fixed(whole), a.batch)
+        steady = predicted(cell, cell.trace, fixed(whole), a.batch, "train")
         points = grid(whole, max(steady.values(), key=lambda o: o["speedup"])["gamma"])
         random.Random(a.seed).shuffle(points)
         policies = [plain_policy(), *points[: a.points]]
-        guessed = predicted(cell, cell.folder / "own", policies, a.batch)
+        guessed = predicted(cell, cell.folder / "own", policies, a.batch, "train")
     gc.freeze()  # a collection walks what is left: none of it now
     with clock.stage(f"grid of {len(policies)} points"):
         started_s = time.monotonic()
@@ -136,7 +137,11 @@ def regret(cell, clock):
         "documents": {"train": a.train, "grid": groups * a.batch, "finalists": len(batches) * a.batch},
         "first_pass": {"fastest_speedup": round(float(first_us[0] / np.nanmin(first_us)), 4)},
         "rank_correlation": round(float(spearmanr(speedups, -first_us[known]).statistic), 4),
-        "in_sample_error_pct": {kind: _size(errors[kinds == kind]) for kind in np.unique(kinds) if kind != "none"},
+        "in_sample_error": {
+            kind: {"points": int((kinds == kind).sum()), **size(errors[kinds == kind])}
+            for kind in np.unique(kinds)
+            if kind != "none"
+        },
         "outputs_differing_from_plain": int(unlike.max()),
         "repeats": a.repeats,
         "phases_s": phases,
@@ -171,13 +176,6 @@ def row_of(cell, kind, policy, finalists, again, in_grid, about):
     return result(f"Q1-regret-{name}-B{cell.a.batch}{tail}", case, pct, "%", **facts, **about)
 
 
-def _size(errors):
-    """Of predicted speedups, each measured once: points, median and worst without sign, median with it."""
-    sizes = np.abs(errors)
-    found = {"median": np.median(sizes), "worst": sizes.max(), "bias": np.median(errors)}
-    return {"points": len(errors), **{name: round(100.0 * float(value), 2) for name, value in found.items()}}
-
-
 def _shown(policy):
     return {"controller": to_plain(policy.controller), "budget": policy.draft_kv.budget if policy.k_max else None}
 
@@ -186,7 +184,7 @@ def main(argv=None):
     a, clock = arguments(argv), Clock()
     with tempfile.TemporaryDirectory() as folder:
         with clock.stage("load"):
-            cell = Cell.of(a, [a.context], Path(folder))
+            cell = Cell.load(a, [a.context], Path(folder))
         rows, times = regret(cell, clock)
     for row in rows:
         print(f"{row['id']}: {row['value']} % {row['spread']}, found {row['found']}, best {row['best_of_grid']}")

@@ -124,7 +124,7 @@ def main(argv=None):
     a, clock = arguments(argv), Clock()
     with tempfile.TemporaryDirectory() as folder:
         with clock.stage("load"):
-            cell = Cell.of(a, a.contexts, Path(folder))
+            cell = Cell.load(a, a.contexts, Path(folder))
         policies, said = tuned(cell, clock)
         relative, unlike = margins(cell, policies, clock) if said["pays"] else (None, 0)
         row = row_of(cell, said, relative, unlike)

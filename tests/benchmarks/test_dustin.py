@@ -1,17 +1,11 @@
 """The benchmark of a draft model with sparse verification, run on tiny weights: ids, and what must hold among them."""
 
-import importlib
-from pathlib import Path
-
 import pytest
-
-FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
 
 
 @pytest.fixture
-def dustin(monkeypatch):
-    monkeypatch.syspath_prepend(str(FOLDER))
-    return importlib.import_module("dustin")
+def dustin(script):
+    return script("dustin")
 
 
 def test_cpu_run(dustin, tiny_checkpoint):

@@ -1,14 +1,10 @@
 """The texts for training a head: they are what workload=file takes, long enough, and no line comes twice."""
 
-import importlib
-from pathlib import Path
-
 from specdial.engine.tokenizer import Tokenizer
 from specdial.engine.workloads import WorkloadSpec, build
 
 
-def test_lines_make_a_workload(tmp_path, monkeypatch, capsys):
-    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[2] / "benchmarks"))
+def test_lines_make_a_workload(script, tmp_path, capsys):
     (tmp_path / "source").mkdir()
     for number in range(8):
         (tmp_path / "source" / f"m{number}.py").write_text(f"x{number} = 1\n" * 100)
@@ -17,7 +13,7 @@ def test_lines_make_a_workload(tmp_path, monkeypatch, capsys):
     )
     out = tmp_path / "texts.jsonl"
     command = ["--code", str(tmp_path / "source"), "--novel", str(tmp_path / "novel.txt"), "--chars", "900"]
-    importlib.import_module("eagle_texts").main([*command, "--lines", "4", "3", "2", "--out", str(out)])
+    script("eagle_texts").main([*command, "--lines", "4", "3", "2", "--out", str(out)])
     tokenizer = Tokenizer.of_bytes()
     tokenizer._backend.add_special_tokens(["<|im_start|>", "<|im_end|>"])
     documents = build(WorkloadSpec("file", 600, 9, path=str(out)), tokenizer)

@@ -1,6 +1,5 @@
 """The prediction benchmark: a dry run on tiny weights, its documents, and its arithmetic on made-up numbers."""
 
-import importlib
 import json
 from pathlib import Path
 
@@ -14,16 +13,6 @@ from specdial.policies.errors import UserError
 from specdial.policies.file import policy_digest
 from specdial.simulator.lanes import read_record
 from specdial.simulator.synthetic import Shape, write_trace
-
-FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
-
-
-@pytest.fixture
-def script(monkeypatch):
-    """script("prediction") -> the module, its neighbours importable as when it is run."""
-    for folder in (FOLDER, FOLDER / "kernels", FOLDER / "engine"):
-        monkeypatch.syspath_prepend(str(folder))
-    return importlib.import_module
 
 
 def test_dry_run_of_a_batch_with_float8_and_traces(script, tiny_checkpoint, tmp_path, capsys):

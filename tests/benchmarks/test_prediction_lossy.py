@@ -1,32 +1,18 @@
 """The benchmark of predicted lossy policies: a dry run on tiny weights, its grid, its lookups, and its arithmetic."""
 
-import importlib
 import json
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from specdial.engine.trace.reader import read_trace
-from specdial.engine.verbs import calibrate
 from specdial.policies.file import policy_digest
 from specdial.simulator.synthetic import Shape, write_trace
-
-FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
-
-
-@pytest.fixture
-def script(monkeypatch):
-    """script("prediction_lossy") -> the module, its neighbours importable as when it is run."""
-    for folder in (FOLDER, FOLDER / "kernels", FOLDER / "engine"):
-        monkeypatch.syspath_prepend(str(folder))
-    return importlib.import_module
 
 
 def test_dry_run(script, tiny_checkpoint, capsys, monkeypatch):
     module = script("prediction_lossy")
     monkeypatch.setattr(script("prediction_lossy_policies"), "USUAL", ("history",))
-    monkeypatch.setattr(calibrate, "_print", lambda *_: None)  # its rates divide by times that may be 0 on tiny weights
     shape = {"head_dim": 64, "num_hidden_layers": 2, "max_position_embeddings": 1024}
     command = ["--dry", "--model", str(tiny_checkpoint("llama", **shape)), "--drafters", "sparse_self"]
     command += ["--workloads", "novel", "--contexts", "160", "--budgets", "100", "--refresh", "3", "6"]

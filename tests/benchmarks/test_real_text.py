@@ -1,6 +1,5 @@
 """The benchmark on real text, run dry on tiny weights: ids, bookkeeping, and the check of outputs."""
 
-import importlib
 import json
 from pathlib import Path
 
@@ -12,15 +11,7 @@ from specdial.engine.history import HistorySpec
 from specdial.engine.sequences import Sequences
 from specdial.policies.errors import UserError
 
-FOLDER = Path(__file__).resolve().parents[2] / "benchmarks" / "engine"
-
-
-@pytest.fixture
-def script(monkeypatch):
-    """script("real_text") -> the module, its neighbours importable as when it is run."""
-    monkeypatch.syspath_prepend(str(FOLDER))
-    monkeypatch.syspath_prepend(str(FOLDER.parent / "kernels"))
-    return importlib.import_module
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
@@ -36,7 +27,7 @@ def prefilled(tiny_model):
 
 
 def test_dry_run(script, tiny_checkpoint, tmp_path, capsys):
-    prompts, policy = tmp_path / "prompts.npz", FOLDER.parents[1] / "policies" / "builtin" / "sparse_self_entropy.yaml"
+    prompts, policy = tmp_path / "prompts.npz", ROOT / "policies" / "builtin" / "sparse_self_entropy.yaml"
     model = str(tiny_checkpoint("qwen2"))
     sizes = ["--contexts", "400", "--new-tokens", "12"]
     script("prompts").main(["--model", model, "--out", str(prompts), "--count", "2", *sizes])

@@ -1,8 +1,6 @@
 """The regret benchmark: a dry run on tiny weights, its grid, and its arithmetic on made-up times."""
 
-import importlib
 import json
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,16 +11,6 @@ from specdial.policies.file import policy_digest
 from specdial.policies.schema import plain_policy, policy_from_mapping
 from specdial.simulator.lanes import read_record
 from specdial.simulator.synthetic import Shape, write_trace
-
-FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
-
-
-@pytest.fixture
-def script(monkeypatch):
-    """script("search_regret") -> the module, its neighbours importable as when it is run."""
-    for folder in (FOLDER, FOLDER / "kernels", FOLDER / "engine"):
-        monkeypatch.syspath_prepend(str(folder))
-    return importlib.import_module
 
 
 def test_dry_run_measures_what_was_found_among_the_fastest_points(script, tiny_checkpoint, tmp_path, capsys):

@@ -1,8 +1,5 @@
 """The benchmark of partial verification, run on tiny weights: ids, what full verification must say, bookkeeping."""
 
-import importlib
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -10,12 +7,9 @@ from specdial.engine.eagle_training import new_head
 from specdial.engine.weights import load_model
 from specdial.engine.weights.eagle import save_head
 
-FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
 
-
-def test_cpu_run(tiny_checkpoint, tmp_path, monkeypatch, capsys):
-    monkeypatch.syspath_prepend(str(FOLDER))
-    specpv = importlib.import_module("specpv")
+def test_cpu_run(script, tiny_checkpoint, tmp_path, capsys):
+    specpv = script("specpv")
     model = str(tiny_checkpoint("llama", head_dim=64, num_hidden_layers=2, max_position_embeddings=1024))
     decoder = load_model(model, device="cpu", dtype="float32").decoder
     save_head(tmp_path / "head", new_head(decoder, torch.arange(260), seed=0))

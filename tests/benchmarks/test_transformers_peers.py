@@ -1,8 +1,5 @@
 """transformers built from our tensors: the same greedy tokens as ours, through every method of the benchmark."""
 
-import importlib
-from pathlib import Path
-
 import gguf
 import pytest
 
@@ -18,14 +15,11 @@ from specdial.policies.schema import plain_policy
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
-FOLDER = Path(__file__).resolve().parents[2] / "benchmarks" / "engine"
 
 
 @pytest.fixture
-def peers(monkeypatch):
-    monkeypatch.syspath_prepend(str(FOLDER))
-    monkeypatch.syspath_prepend(str(FOLDER.parent / "kernels"))
-    return importlib.import_module("transformers_peers")
+def peers(script):
+    return script("transformers_peers")
 
 
 def ours(model, prompt, new_tokens):
