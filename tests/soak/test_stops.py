@@ -59,7 +59,7 @@ def test_kill_9_at_any_moment(script, world):
 
 @pytest.mark.parametrize("verb", DISTURBED)
 def test_a_full_disk_is_told_in_one_line_and_the_run_goes_on_when_there_is_room(script, world, same, in_child, verb):
-    """The limit on a file's size stands for the disk: the largest file does not fit, whatever its times are this time."""
+    """The limit on a file's size stands for the disk: the largest file does not fit, whatever times it holds."""
     kill, out = script("kill"), world.folder / f"{verb}-full"
     sizes = [path.stat().st_size for path in (world.folder / f"{verb}-undisturbed").rglob("*") if path.is_file()]
 
