@@ -177,7 +177,7 @@ class Decoding:
         if isinstance(drafter, HostDrafter):
             self._at_once(drafter.drafts(limit))
         else:
-            if isinstance(drafter, TreeEagle) or (s.graphs.enabled and not controller.adaptive):
+            if isinstance(drafter, TreeEagle) or (s.graphs.enabled and self.variants[variant].drafts_whole):
                 k = int(controller.k_max.max())
                 key = ("round", state.most_drafts, k, None if drafter is None else drafter.key, *self._verify_key)
                 s.graphs.run(key, lambda: self._whole(drafter, k))

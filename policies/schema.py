@@ -97,6 +97,12 @@ class Policy:
         drafts = [(p.drafter.tree, longest_draft(p.controller)) for p in self.variants()]
         return max(tree.slots(k) if tree and k else k for tree, k in drafts)
 
+    @property
+    def drafts_whole(self) -> bool:
+        """Is a captured round of this variant one pass? It then drafts its k, however few the output still needs."""
+        looks = CONTROLLERS[self.controller.kind][1].adaptive
+        return self.drafter.tree is not None or not (looks or self.drafter.may_have_none)
+
     def variants(self) -> tuple["Policy", ...]:
         """The policy of each cell, then the one outside every cell; none has cells of its own."""
         return (

@@ -82,6 +82,8 @@ class CostModel:
         policy = policy_from_mapping(dict(trace.meta["policy"]), "meta.json policy")
         prompt_tokens = round(float(np.mean([d["prompt_tokens"] for d in trace.meta["documents"]])))
         budget = float(policy.draft_kv.resolved(prompt_tokens).budget if policy.drafter.reads_selection else 0)
+        if _captured(trace.meta) and not policy.cells and policy.drafts_whole:
+            rounds["k"] = np.where(plain, 0.0, float(policy.k_max))
         source, keys = _recorded_source(policy)
         rows: dict[str, list[tuple[float, float, float, float, float]]] = {}
 
@@ -137,10 +139,10 @@ class CostModel:
             self._seen[key] = self.measured[name].at(np.array([batch, budget, k, context_tokens], np.float64))
         return self._seen[key]
 
-    def watched(self, op: str, lag: int, drafter: str, source: str) -> str:
+    def watched(self, op: str, controller: str, lag: int, drafter: str, source: str) -> str:
         """The operation in rounds whose controller looks at signals that late, where that was timed; else the same."""
-        name = f"{op}_lag{lag}"
-        return name if operation(name, drafter, source) in self.measured else op
+        names = (f"{op}_{controller}_lag{lag}", f"{op}_lag{lag}")
+        return next((name for name in names if operation(name, drafter, source) in self.measured), op)
 
     def plain_us(self, context_tokens: npt.ArrayLike, batch: int = 1) -> Floats:
         """One plain step of the whole batch."""
@@ -174,6 +176,11 @@ class CostModel:
         return sorted({float(k) for ks in timed for k in ks})
 
     @property
+    def captured(self) -> bool:
+        """Do rounds run as captured passes?"""
+        return _captured(self.meta)
+
+    @property
     def recomputed_multiple(self) -> int:
         """Corrections recompute multiples of so many rows."""
         return int(self.meta.get("recomputed_multiple", 1))
@@ -192,6 +199,10 @@ class CostModel:
         c, ks, b = np.broadcast_arrays(np.asarray(context_tokens, np.float64), np.asarray(k), np.asarray(budget))
         values = [self.at(op, float(x), batch, int(y), int(z))[0] for x, y, z in zip(c.flat, ks.flat, b.flat)]
         return np.array(values, np.float64).reshape(c.shape)
+
+
+def _captured(meta: dict[str, Any]) -> bool:
+    return bool(meta.get("graph_mode", "none") != "none")
 
 
 def _recorded_source(policy: Policy) -> tuple[str, float]:

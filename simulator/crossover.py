@@ -114,7 +114,7 @@ def _corner(
     priced = 0
     for arm in range(len(record.arms)):
         policy = _fixed(record, arm, record.k_max)
-        setting = Setting.of(policy, policy, context)  # as at the start of decoding
+        setting = replace(Setting.of(policy, policy, context), whole_k=None)  # a price for each k, all of it drafted
         table = tabulate(costs, setting, batch, np.array([float(context)]))
         for k in range(1, record.k_max + 1):
             if table.refused[k, 0]:

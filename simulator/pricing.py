@@ -4,7 +4,8 @@ Costs are piecewise linear in context between the measured contexts, so splittin
 neighbouring knots loses nothing, and pricing a million rounds is one bincount. A budget that is a fraction of the
 prompt gives every unit of documents a setting of its own. The bins are by unit, so each is priced at its own prompt, or
 at the longest where documents decode as a batch, as the engine takes it. Rounds that verify partially have settings of
-their own; what full rounds recompute after them is binned and priced by rows. Leaves out where rounds come from.
+their own; what full rounds recompute after them is binned and priced by rows. A round that is one captured pass drafts
+its k to the end, also where the output ends before. Leaves out where rounds come from.
 """
 
 from dataclasses import dataclass
@@ -29,8 +30,9 @@ class Setting:
     drafter: its label in cost tables. budget: keys of the selection, 0 for a drafter that reads none. refresh_rounds:
     rounds that one selection serves, 0 for one chosen at prefill, which no round pays for. tail_tokens: keys read
     beside it because they were committed since: half the output where it was chosen at prefill, their mean over the
-    rounds, else taken as none. page: keys that share a summary (quest), else 0. lag: of a controller that looks at
-    signals, None of one that does not.
+    rounds, else taken as none. page: keys that share a summary (quest), else 0. controller, lag: of one that looks
+    at signals, "" and None of one that does not. whole_k: drafts of a round that is one pass where passes are
+    captured, None where each draft is a pass of its own, or known before.
     source: the label of a lossy policy's partial verification, "" for a lossless policy. verified_keys: keys that this
     variant's partial rounds verify over, those committed since a kept selection was chosen taken as none. partial: of
     those rounds, not of its full ones. choosing_frac: of them, those that choose keys. hosted: keys are in host memory.
@@ -43,7 +45,9 @@ class Setting:
     refresh_rounds: int = 1
     tail_tokens: int = 0
     page: int = 0
+    controller: str = ""
     lag: int | None = None
+    whole_k: int | None = None
     source: str = ""
     verified_keys: int = 0
     partial: bool = False
@@ -61,6 +65,7 @@ class Setting:
         if drafter.kind == "none":  # a cell that does not draft verifies as the rest of its policy does
             drafter = next(v.drafter for v in policy.variants() if v.k_max > 0)
         reads = drafter.reads_selection
+        lag = getattr(variant.controller, "lag", None)
         return cls(
             plain=False,
             k_max=policy.k_max,
@@ -69,7 +74,9 @@ class Setting:
             refresh_rounds=kv.refresh_rounds if reads else 1,
             tail_tokens=output_tokens // 2 if reads and kv.refresh_rounds == 0 else 0,
             page=kv.page if drafter.kind == "quest" else 0,
-            lag=getattr(variant.controller, "lag", None),
+            controller=variant.controller.kind if lag is not None else "",
+            lag=lag,
+            whole_k=variant.k_max if variant.drafts_whole else None,
             source=policy_source(policy),
             verified_keys=variant.verify_kv.keys.budget if partial else 0,
             partial=partial,
@@ -139,12 +146,13 @@ def tabulate(costs: CostModel, setting: Setting, batch: int, knots: Floats) -> P
     cost_us, extrapolated_us = np.zeros(shape), np.zeros(shape)
     refused, reason = np.zeros(shape[1:], np.bool_), None
     for k in range(setting.k_max + 1):
+        drafted = setting.whole_k if setting.whole_k is not None and costs.captured else k
         for i, context in enumerate(knots.tolist()):
-            for term, op, times, op_k, budget in _round(setting, k):
+            for term, op, times, op_k, budget in _round(setting, drafted):
                 if not times:
                     continue
-                if k and setting.lag is not None:
-                    op = costs.watched(op, setting.lag, setting.drafter, setting.source)
+                if drafted and setting.lag is not None:
+                    op = costs.watched(op, setting.controller, setting.lag, setting.drafter, setting.source)
                 try:
                     value, extra = costs.at(op, context, batch, op_k, budget, setting.drafter, source=setting.source)
                 except CostRefusedError as error:

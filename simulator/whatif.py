@@ -9,12 +9,13 @@ from dataclasses import replace
 
 import numpy as np
 
+from specdial.engine.trace.schema import WATCHED
 from specdial.policies.errors import UserError
 from specdial.simulator.costs import CostModel
 from specdial.simulator.measured import Measured
 from specdial.simulator.physics import TERMS, fit_physics, physical_terms
 
-READS_WEIGHTS = ("plain", "verify", "draft", "draft_lag0", "draft_lag1", "verify_partial")
+READS_WEIGHTS = ("plain", "verify", "draft", *(f"draft_{how}" for how in WATCHED), "verify_partial")
 
 
 def on_other_hardware(costs: CostModel, bandwidth_ratio: float, compute_ratio: float) -> CostModel:

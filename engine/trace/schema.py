@@ -112,8 +112,10 @@ COSTS = pa.schema(
     ]
 )
 PARTIAL_OPS = ("select_partial", "verify_partial", "host_partial", "refresh")
-# Rounds whose controller looks at signals, none or one of them late: on a GPU they wait for the host as others do not.
-WATCHED_OPS = ("draft_lag0", "host_lag0", "draft_lag1", "host_lag1")
+# Rounds whose controller looks at signals, none or one of them late: on a GPU they wait for the host as others do not,
+# and longer for rate, which computes more.
+WATCHED = ("lag0", "lag1", "rate_lag0")
+WATCHED_OPS = tuple(f"{op}_{how}" for how in WATCHED for op in ("draft", "host"))
 OPS = ("plain", "draft", "verify", "select", "host", "transfer", *WATCHED_OPS, *PARTIAL_OPS)
 # Columns that tables written before they existed lack, or that a writer has nothing for, and the value that then holds
 # for every row.

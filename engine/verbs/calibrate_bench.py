@@ -24,10 +24,13 @@ from specdial.engine.loop import Decoding, Round
 from specdial.engine.round_state import SELECTED, START
 from specdial.engine.sampling import Sampling
 from specdial.engine.sequences import Sequences
+from specdial.engine.trace.schema import WATCHED_OPS
 from specdial.engine.verbs.calibrate_plan import CPU_ROUNDS, GPU_ROUNDS, Plan, Settings
 from specdial.engine.verification import CUDA_RECOMPUTED_MULTIPLE
 from specdial.kernels.page_summary import score_pages
 from specdial.kernels.selection import select
+from specdial.policies.controllers import ControllerConfig
+from specdial.policies.controllers.rate import RateConfig
 from specdial.policies.controllers.simple import ConfidenceConfig
 from specdial.policies.errors import UserError
 from specdial.policies.schema import Policy, plain_policy
@@ -122,13 +125,17 @@ class Bench:
         return self.sequences.graphs.enabled and drafter.kind != "lookup" and drafter.tree is None
 
     def _watched(self, found: Samples, context: int, k: int, budget: int) -> None:
-        """Rounds of k drafts under a controller that looks at every signal and never stops before."""
-        for lag in (0, 1):
-            controller = ConfidenceConfig(threshold=0.0, k_max=k, lag=lag)
+        """Rounds of k drafts under controllers that look at every signal and never stop before."""
+        controllers: dict[str, ControllerConfig] = {
+            "lag0": ConfidenceConfig(threshold=0.0, k_max=k),
+            "lag1": ConfidenceConfig(threshold=0.0, k_max=k, lag=1),
+            "rate_lag0": RateConfig(k_max=k, gamma=0.0, bias=50.0, slope=0.0, learning_rate=0.0),
+        }
+        for name, controller in controllers.items():
             policy = replace(self.plans[0].policies[k, budget], controller=controller)
             for r in self._rounds(context, policy, self._usual, synthetic=self._accepted(policy, k)):
-                found.setdefault((f"draft_lag{lag}", k, budget), []).append(r.draft_us / k)
-                found.setdefault((f"host_lag{lag}", k, 0), []).append(r.host_us)
+                found.setdefault((f"draft_{name}", k, budget), []).append(r.draft_us / k)
+                found.setdefault((f"host_{name}", k, 0), []).append(r.host_us)
 
     def _add_drafts(self, found: Samples, r: Round, k: int, budget: int) -> None:
         if k:
@@ -224,7 +231,7 @@ class Bench:
         """Weights, keys and values that an operation must read; 0 where it is not known: for drafts with weights other
         than the model's, for choices of a partial verification and for what recomputed rows add."""
         drafter, page = self.plans[0].drafter, self.settings.draft_kv.page
-        op = op.partition("_lag")[0]
+        op = op.partition("_")[0] if op in WATCHED_OPS else op
         if op in ("draft", "select") and (not drafter.reads_selection or drafter.weights != "model"):
             return 0
         summaries = context // page if drafter.kind == "quest" else 0  # a smallest and a largest key a page

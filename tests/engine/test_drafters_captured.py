@@ -74,6 +74,32 @@ def test_rounds_started_before_the_last_one_is_read(played, make, monkeypatch, n
     assert [(r.k.tolist(), r.accepted.tolist()) for r in rounds] == want[1]
 
 
+@pytest.mark.parametrize("controller", [FIXED, RATE], ids=lambda c: c["kind"])
+def test_a_captured_round_drafts_to_the_end_of_its_pass(played, make, monkeypatch, controller):
+    """What `drafts_whole` says, and prices follow: drafts that an output no longer needs are made under fixed k."""
+    policy = policy_from_mapping({"controller": controller, **DRAFTERS["quest"]})
+    steps, step = [], Decoding._step
+
+    def counted(self, draft, depth):
+        steps[-1] += 1
+        step(self, draft, depth)
+
+    monkeypatch.setattr(Decoding, "_step", counted)
+    monkeypatch.setattr(Decoding, "_may_run_ahead", lambda self: False)
+    s = make()
+    s.graphs = played(s)
+    for _ in range(2):  # what is new is practised: the second time counts
+        s.rewind()
+        decoding, widest = Decoding(s, policy, Sampling(), [0, 1, 2]), []
+        steps.clear()
+        while not s.done.all():
+            steps.append(0)
+            widest.append(int(decoding.decode_round().k.max()))
+    assert policy.drafts_whole == (controller is FIXED)
+    assert widest[-1] < max(widest)
+    assert steps == ([4] * len(widest) if policy.drafts_whole else widest)
+
+
 def test_lookup_never_starts_before_it_has_seen_the_last_round(played, make):
     s = make()
     s.graphs = played(s)

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from specdial.engine.trace.reader import read_costs
+from specdial.engine.trace.schema import WATCHED, WATCHED_OPS
 from specdial.engine.verbs import calibrate
 from specdial.engine.verbs.calibrate_bench import Bench
 from specdial.policies.errors import UserError
@@ -41,22 +42,21 @@ def test_what_is_timed_can_be_priced(settings):
     assert "drafters" not in table.meta["config"]  # as before there were others: an earlier run is found again
 
 
-@pytest.mark.parametrize("lag", [0, 1])
-def test_a_controller_that_looks_at_signals_is_priced_by_rounds_that_waited_for_it(settings, monkeypatch, lag):
+def test_a_controller_that_looks_at_signals_is_priced_by_rounds_that_waited_for_it(settings, monkeypatch):
     """As on a GPU, where rounds of others do not wait."""
     monkeypatch.setattr(Bench, "waits", True)
     calibrate.run({**settings, "ks": [0, 1, 2]})
     rows = read_costs(settings["out"]).rows.to_pylist()
-    timed = {(row["op"], row["k"], row["budget"]) for row in rows if row["op"].endswith(f"_lag{lag}")}
-    assert timed == {(f"draft_lag{lag}", k, b) for k in (1, 2) for b in (40, 48)} | {
-        (f"host_lag{lag}", k, 0) for k in (1, 2)
+    timed = {(row["op"], row["k"], row["budget"]) for row in rows if row["op"] in WATCHED_OPS}
+    assert timed == {(f"draft_{how}", k, b) for how in WATCHED for k in (1, 2) for b in (40, 48)} | {
+        (f"host_{how}", k, 0) for how in WATCHED for k in (1, 2)
     }
     model = CostModel.from_table(read_costs(settings["out"]))
-    drafts = {"draft_kv": {**KV, "budget": 40}}
-    waits = policy_from_mapping({**drafts, "controller": {"kind": "entropy", "k_max": 2, "lag": lag}})
-    fixed = policy_from_mapping({**drafts, "controller": {"kind": "fixed", "k": 2}})
     knots = np.array([64.0])
-    for policy, end in ((waits, f"_lag{lag}"), (fixed, "")):
+    kinds = {"entropy": ("lag0", "lag1"), "confidence": ("lag0", "lag1"), "rate": ("rate_lag0", "lag1")}
+    wanted = [({"kind": kind, "k_max": 2, "lag": lag}, f"_{kinds[kind][lag]}") for kind in kinds for lag in (0, 1)]
+    for controller, end in (*wanted, ({"kind": "fixed", "k": 2}, "")):
+        policy = policy_from_mapping({"draft_kv": {**KV, "budget": 40}, "controller": controller})
         table = tabulate(model, Setting.of(policy, policy, 64), 1, knots)
         assert table.cost_us[DRAFT, 2, 0] == 2 * model.at(f"draft{end}", 64.0, 1, 2, 40)[0]
         assert table.cost_us[HOST, 2, 0] == model.at(f"host{end}", 64.0, 1, 2)[0]

@@ -188,6 +188,22 @@ def test_costs_of_a_traces_own_rounds_are_their_medians():
     assert (plain.points.tolist(), plain.values_us.tolist()) == ([[1.0, 0.0, 0.0, 200.0]], [58.0])
 
 
+@pytest.mark.parametrize(
+    ("graph_mode", "kind", "ks"), [("passes", "fixed", [2]), ("passes", "rate", [1, 2]), ("none", "fixed", [1, 2])]
+)
+def test_a_recorded_round_that_was_one_pass_counts_as_its_whole_draft(graph_mode, kind, ks):
+    """The last round of an output accepts fewer drafts than it made."""
+    columns = ("k", "context_tokens", "draft_us", "verify_us", "select_us", "host_us")
+    rows = [(2, 100, 20.0, 60.0, 3.0, 5.0), (1, 102, 20.0, 60.0, 3.0, 5.0)]
+    values = {name: [float(row[i]) for row in rows] for i, name in enumerate(columns)}
+    table = pa.table({"mode": ["full"] * 2, "batch": [1.0] * 2, "exposed_us": pa.nulls(2, pa.float64()), **values})
+    policy = {"controller": {"kind": kind, {"fixed": "k", "rate": "k_max"}[kind]: 2}}
+    meta = {"policy": policy, "documents": [{"prompt_tokens": 100}], "graph_mode": graph_mode}
+    drafts = CostModel.from_rounds(SimpleNamespace(path="t", meta=meta, rounds=table)).measured["draft"]
+    assert drafts.points[:, 2].tolist() == ks
+    assert drafts.values_us.tolist() == [20.0 / k for k in ks]
+
+
 def test_each_price_asks_for_its_own_place():
     """Prices that tell batch, budget, k and context apart."""
     weights = np.array([1.0, 1e3, 1e6, 1e9])  # of batch, budget, k, context

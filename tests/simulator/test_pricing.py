@@ -1,5 +1,6 @@
 """Prices by hand: what a round is made of, which setting a policy has, and where tables are made."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -30,6 +31,8 @@ def price(op, context, batch, k, budget, drafter="sparse_self", source=""):
 class Made:
     """Costs as `price` says, extrapolated past 200 tokens, refused for k of 3."""
 
+    captured = False
+
     def at(self, op, context, batch, k=0, budget=0, drafter="sparse_self", *, source=""):
         if k == 3:
             raise CostRefusedError(f"{op} at {context:.0f}")
@@ -47,6 +50,15 @@ PARTIAL = Setting(
     False, 3, "quest", budget=40, refresh_rounds=0, tail_tokens=7, source="history", verified_keys=24, partial=True,
     choosing_frac=0.25,
 )  # fmt: skip
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_a_round_that_is_one_pass_drafts_its_k_to_the_end(monkeypatch, captured):
+    """However few of its drafts the output still needs; a controller of its own passes stops where they do."""
+    monkeypatch.setattr(Made, "captured", captured)
+    each = tabulate(Made(), replace(FULL, k_max=2), 2, KNOTS).cost_us
+    whole = tabulate(Made(), replace(FULL, k_max=2, whole_k=2), 2, KNOTS).cost_us
+    assert np.array_equal(whole, np.broadcast_to(each[:, 2:], each.shape) if captured else each)
 
 
 @pytest.mark.parametrize("setting", [FULL, PARTIAL], ids=["full", "partial"])
