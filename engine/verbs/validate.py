@@ -1,11 +1,12 @@
 """specdial validate: what predicted policies do on the clock, on documents they were not tuned on.
 
 Protocol, fixed before any number is seen: every document is prefilled once; all policies and plain decode run from that
-state in every repeat, their order rotated; the first repeat warms up and is discarded; a policy's time on a document is
-the median of its repeats; speedup is the ratio of sums over documents, plain over policy. Its interval comes from
-resampling documents. Greedy lossless outputs are compared with the plain output token by token, unless acceptance is
-synthetic. What a lossy policy's output is worth is measured too, in a decoding of its own that is not timed (fidelity),
-and stands beside what was predicted of it. Lossy policies are ranked among themselves.
+state in every repeat, their order rotated; before the first document all run once to warm up, and a run that still had
+to capture a graph is repeated; a policy's time on a document is the median of its repeats; speedup is the ratio of sums
+over documents, plain over policy. Its interval comes from resampling documents. Greedy lossless outputs are compared
+with the plain output token by token, unless acceptance is synthetic. What a lossy policy's output is worth is measured
+too, in a decoding of its own that is not timed (fidelity), and stands beside what was predicted of it. Lossy policies
+are ranked among themselves.
 """
 
 from collections.abc import Mapping
@@ -24,6 +25,7 @@ from specdial.engine.job import Job, ModelSettings, describe, hardware, history_
 from specdial.engine.loop import Decoding, Round
 from specdial.engine.progress import Bar, progress
 from specdial.engine.sampling import Sampling
+from specdial.engine.sequences import Sequences
 from specdial.engine.workloads import Document
 from specdial.policies.artifact import claim_directory, provenance, write_json_atomic
 from specdial.policies.console import table_console
@@ -135,36 +137,49 @@ def _measure(job: Job, policies: list[Policy], s: Settings) -> list[Measured]:
     results = [Measured(p, s.acceptance.of(p)) for p in policies]
     groups = [job.documents[i : i + s.batch] for i in range(0, len(job.documents), s.batch)]
     batches = Batches(job, policies)
-    with progress("validate", len(groups) * (s.repeats + 1) * len(policies)) as bar:
-        for group in groups:
-            _measure_group(batches, group, results, s, bar)
+    runs = len(groups) * s.repeats + len({len(group) for group in groups})  # of every policy
+    with progress("validate", runs * len(policies)) as bar:
+        for number, group in enumerate(groups):
+            cold = not number or len(group) != s.batch  # new sequences, whose graphs are still to be captured
+            _measure_group(batches.prefilled(group), group, results, s, bar, cold=cold)
     return results
 
 
-def _measure_group(batches: Batches, group: list[Document], results: list[Measured], s: Settings, bar: Bar) -> None:
-    sequences = batches.prefilled(group)
+def _measure_group(
+    sequences: Sequences, group: list[Document], results: list[Measured], s: Settings, bar: Bar, *, cold: bool
+) -> None:
+    """cold: every policy runs once before it is timed."""
     numbers = [d.index for d in group]
-    reference: list[list[int]] | None = None
+    last: list[tuple[list[Round], list[list[int]]]] = [([], [])] * len(results)
     for result in results:
         result.times_us.append([])
-    for repeat in range(s.repeats + 1):
+    for repeat in range(0 if cold else 1, s.repeats + 1):
         for step in range(len(results)):
-            # plain is first in the warm-up, so the reference output exists when the others need it
-            result = results[(step + repeat) % len(results)]
-            sequences.rewind()
-            decoding = Decoding(sequences, result.policy, s.sampling, numbers, synthetic=result.synthetic)
-            rounds = list(decoding.rounds())
-            if repeat == 0 and result is results[0]:
-                reference = [list(t) for t in sequences.tokens]
+            place = (step + repeat) % len(results)
+            result = results[place]
+            rounds = (_timed if repeat else _decode)(sequences, result, s.sampling, numbers)
             if repeat:
                 result.times_us[-1].append(sum(_round_us(r) for r in rounds))
-            if repeat == s.repeats:
-                _count(result, rounds, sequences.tokens, reference if s.sampling.greedy else None)
+            last[place] = rounds, [list(t) for t in sequences.tokens]
             bar.advance(1, result.policy.name)
-    if s.fidelity and s.sampling.greedy and reference is not None:
-        for result in results:
-            if not result.policy.lossless and not result.synthetic:
-                result.fidelity += measure_fidelity(sequences, result.policy, numbers, reference)
+    reference = last[0][1] if s.sampling.greedy else None  # plain comes first
+    for result, (rounds, tokens) in zip(results, last):
+        _count(result, rounds, tokens, reference)
+        if reference and s.fidelity and not result.policy.lossless and not result.synthetic:
+            result.fidelity += measure_fidelity(sequences, result.policy, numbers, reference)
+
+
+def _timed(sequences: Sequences, result: Measured, sampling: Sampling, numbers: list[int]) -> list[Round]:
+    """The rounds of one run; of a second one where graphs were still captured in the first."""
+    captured_us = sequences.graphs.capturing_us
+    rounds = _decode(sequences, result, sampling, numbers)
+    again = captured_us != sequences.graphs.capturing_us
+    return _decode(sequences, result, sampling, numbers) if again else rounds
+
+
+def _decode(sequences: Sequences, result: Measured, sampling: Sampling, numbers: list[int]) -> list[Round]:
+    sequences.rewind()
+    return list(Decoding(sequences, result.policy, sampling, numbers, synthetic=result.synthetic).rounds())
 
 
 def _round_us(r: Round) -> float:

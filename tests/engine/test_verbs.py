@@ -216,6 +216,30 @@ def test_validate_compares_with_plain_and_with_what_was_predicted(shared, tmp_pa
         assert measured["split"] == "all"
 
 
+@pytest.mark.parametrize("captures", [False, True])
+def test_validate_warms_up_before_it_times_and_times_no_run_that_captured(shared, tmp_path, monkeypatch, captures):
+    """Batches of 2, 2 and 1: new sequences warm up, then every policy runs once a repeat, unless a graph was new."""
+    runs, decoding = [], validate.Decoding
+
+    def noted(sequences, policy, *rest, **more):
+        runs.append((sequences.batch, policy.k_max))
+        if captures and len(runs) == 7:  # timed
+            sequences.graphs.capturing_us += 1.0
+        return decoding(sequences, policy, *rest, **more)
+
+    monkeypatch.setattr(validate, "Decoding", noted)
+    workload = {**shared["workload"], "documents": 5}
+    settings = {"policies": [FIXED], "split": "all", "batch": 2, "repeats": 2, "bootstrap": 10}
+    found = validate.run({**shared, "workload": workload, **settings, "out": str(tmp_path / "v")})
+    k = FIXED["controller"]["k"]
+    cold, first, second = [0, k], [k, 0], [0, k]  # the order rotates
+    again = [k] if captures else []
+    assert runs == [(2, n) for n in [*cold, *first, *second, k, *again, 0, *second]] + [
+        (1, n) for n in [*cold, *first, *second]
+    ]
+    assert found["policies"][0]["measured"]["tokens"] == 5 * workload["new_tokens"]
+
+
 def test_validate_sees_an_output_that_is_not_the_plain_one(shared, tmp_path, monkeypatch):
     """An acceptance rule that accepts every draft is caught by the comparison with plain decoding."""
     from specdial.engine import loop
