@@ -40,14 +40,19 @@ def built(spec, tokenizer):
 def from_prompts(ids, train, test, new_tokens):
     """Train and test documents of a file of prompts, train first.
 
-    ids: [prompts, context]. Where no two share a run of SHARED_RUN tokens, the first train + test of them, both splits
-    from all over. Prompts of running text that overlap their neighbours cannot alternate: the first ones train, and the
-    last that share no run with those test. Raises UserError where too few are left.
+    ids: [prompts, context]. The first train + test that share no run of SHARED_RUN tokens with one before, both splits
+    from all over. Prompts of running text that overlap their neighbours cannot alternate: there the first ones train,
+    and the last that share no run with those test. Raises UserError where too few are left.
     """
     made = [Document(i, f"prompt-{i:03d}", "train", prompt.tolist(), new_tokens) for i, prompt in enumerate(ids)]
     runs = [_runs(prompt) for prompt in ids]
-    if len(ids) >= train + test and sum(map(len, runs)) == len(set().union(*runs)):
-        return _split(made[: train + test], test)
+    alone, seen = [], set()
+    for document, own in zip(made, runs):
+        if seen.isdisjoint(own):
+            alone.append(document)
+            seen |= own
+    if len(alone) >= train + test:
+        return _split(alone[: train + test], test)
     known = set().union(*runs[:train])
     apart = [i for i in range(train, len(ids)) if known.isdisjoint(runs[i])]
     if len(ids) < train or len(apart) < test:

@@ -3,12 +3,14 @@
 Every workload and context gets the same number of prompts. Code comes from the running Python's library (or --code, a
 folder of source), novels and summaries from the shipped excerpt or from --novel files, an equal share of prompts each,
 in turn. Novels are short: --stride lets their prompts overlap, each starting so many tokens after another, and the
-records say so. Leaves out weights: only the tokenizer of --model is read.
+records say so; the last --held-out ones then come from another part of the text than the others, with which they share
+nothing. Leaves out weights: only the tokenizer of --model is read.
 
     python3 benchmarks/engine/prompts.py --model FILE.gguf --novel A.txt B.txt --stride 1800 --out prompts.npz
 """
 
 import argparse
+import itertools
 import json
 import sys
 from dataclasses import dataclass
@@ -42,25 +44,32 @@ def tokenizer_of(model):
     return gguf_tokenizer(GgufFile(path).metadata, path.name)
 
 
-def prompts_of(workload, tokenizer, sources, context, count, new_tokens):
-    """`count` prompts [count, context] int32 of a workload, all of one split. Raises UserError for too short a text."""
+def prompts_of(workload, tokenizer, sources, context, count, new_tokens, held_out=0):
+    """`count` prompts [count, context] int32 of a workload; the last `held_out` share no text with the others.
+
+    Raises UserError for too short a text.
+    """
     paths = [sources.code] if workload == "code" else list(sources.novels) or [None]
-    parts = []
+    found = {"test": [], "train": []}  # the held-out ones are the workload's train documents
     for i, path in enumerate(paths):
+        wanted = [len(range(i, n, len(paths))) for n in (count - held_out, held_out)]
+        if not sum(wanted):
+            continue
         spec = WorkloadSpec(
             KINDS[workload],
             context,
-            len(range(i, count, len(paths))),
+            sum(wanted),
             new_tokens,
             path=path,
             stride_tokens=None if workload == "code" else sources.stride_tokens,
-            train_frac=0.0,
+            train_frac=wanted[1] / sum(wanted),
             validation_frac=0.0,
-            test_frac=1.0,
+            test_frac=wanted[0] / sum(wanted),
         )
-        if spec.documents:
-            parts.append([d.prompt_ids for d in build(spec, tokenizer)])
-    ordered = [parts[i % len(parts)][i // len(parts)] for i in range(count)]
+        documents = build(spec, tokenizer)
+        for split, prompts in found.items():
+            prompts.append([d.prompt_ids for d in documents if d.split == split])
+    ordered = [p for parts in found.values() for turn in itertools.zip_longest(*parts) for p in turn if p is not None]
     return np.array(ordered, dtype=np.int32)
 
 
@@ -100,6 +109,7 @@ def main(argv=None):
     parser.add_argument("--workloads", nargs="+", choices=sorted(KINDS), default=sorted(KINDS))
     parser.add_argument("--contexts", nargs="+", type=int, default=[31000, 8000])
     parser.add_argument("--count", type=int, default=64)
+    parser.add_argument("--held-out", type=int, default=0, help="of them from another part of each text")
     parser.add_argument("--new-tokens", type=int, default=512)
     a = parser.parse_args(argv)
     tokenizer = tokenizer_of(a.model)
@@ -107,7 +117,9 @@ def main(argv=None):
     prompts = {}
     for workload in a.workloads:
         for context in a.contexts:
-            prompts[workload, context] = prompts_of(workload, tokenizer, sources, context, a.count, a.new_tokens)
+            prompts[workload, context] = prompts_of(
+                workload, tokenizer, sources, context, a.count, a.new_tokens, a.held_out
+            )
             print(f"{workload} {context}: {a.count} prompts", flush=True)
     about = {
         "novels": [Path(n).name for n in a.novel] or ["shipped excerpt"],

@@ -1,6 +1,7 @@
 """The benchmark on real text, run dry on tiny weights: ids, bookkeeping, and the check of outputs."""
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -134,8 +135,15 @@ def test_prompts_take_turns_between_novels(script, tiny_checkpoint, tmp_path):
     paths = [tmp_path / f"{word}.txt" for word in ("rain", "snow")]
     for path in paths:
         path.write_text("\n\n".join(f"{path.stem} fell on day {i}." for i in range(200)))
-    ids = prompts.prompts_of("novel", tokenizer, prompts.Sources(tuple(map(str, paths))), 300, 5, 8)
-    assert [("rain" in tokenizer.decode(row.tolist())) for row in ids] == [True, False, True, False, True]
+    sources = prompts.Sources(tuple(map(str, paths)), stride_tokens=100)
+    texts = [tokenizer.decode(row.tolist()) for row in prompts.prompts_of("novel", tokenizer, sources, 300, 8, 8, 3)]
+    assert ["rain" in text for text in texts] == [True, False, True, False, True, True, False, True]
+
+    def days(chosen):
+        return {line for text in chosen for line in re.findall("(?:rain|snow) fell on day [0-9]+[.]", text)}
+
+    assert len(days(texts[:5])) < sum(len(days([text])) for text in texts[:5]), "they overlap"
+    assert days(texts[:5]).isdisjoint(days(texts[5:]))
 
 
 def test_the_gate_passes_on_the_references(script, tiny_model, capsys):
