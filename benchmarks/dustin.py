@@ -3,7 +3,8 @@
 D1: the attention of one sparse verification, estimation and selection included, against full attention over all keys,
 of a 72B shape. Estimation and selection happen once for all layers, so a layer carries its share of them.
 D3: real weights and text. Plain decoding, the same drafts verified in full, and partial verification for every budget,
-full period and k, in turn; then top-1 agreement and KL against full attention over the same text, and needles found.
+share of it that lookahead chooses (m), full period and k, in turn; then top-1 agreement and KL against full attention
+over the same text, and needles found.
 D4: a round of an 8B shape with a 1B shape drafting, acceptance forced to `--accepted` tokens a verify: cost, not text.
 Scoring heads of D3 come from a policy file that `specdial tune_heads` wrote; those of D1 and D4 are any, and said so.
 --cpu: D3 as a tiny run for testing this script; its numbers mean nothing and cannot be written.
@@ -147,7 +148,10 @@ def forced_case(accepted, windows, rounds=48):
 
 
 def entries(a):
-    """{name: policy}: plain, and for every k and window of the draft model full verification and partial ones."""
+    """{name: policy}: plain, and for every k and window of the draft model full verification and partial ones.
+
+    lookahead: shares of what is neither sink nor recent; None takes the policy file's tokens.
+    """
     tuned = load_policy(a.policy) if a.policy else None
     heads = (
         {name: [list(head) for head in getattr(tuned.scoring_heads, name)] for name in ("target", "draft")}
@@ -161,12 +165,12 @@ def entries(a):
         common = {"drafter": drafter, "controller": {"kind": "fixed", "k": k}}
         end = f"k{k}-w{window}" if window else f"k{k}"
         found[f"full-{end}"] = policy_from_mapping(common)
-        for budget, period in itertools.product(a.budgets, a.periods):
+        for budget, share, period in itertools.product(a.budgets, a.lookahead or [None], a.periods):
             kv = {"source": "hybrid", "scope": "model", "sink": 4, "recent": 16, "mode": "partial"}
-            kv |= {"budget": budget, "full_period": period, "lookahead_tokens": lookahead_tokens}
-            found[f"c{budget}-p{period}-{end}"] = policy_from_mapping(
-                {**common, "verify_kv": kv, "scoring_heads": heads}
-            )
+            m = lookahead_tokens if share is None else round(share * (budget - 20))
+            kv |= {"budget": budget, "full_period": period, "lookahead_tokens": m}
+            name = f"c{budget}-p{period}" if share is None else f"c{budget}-m{m}-p{period}"
+            found[f"{name}-{end}"] = policy_from_mapping({**common, "verify_kv": kv, "scoring_heads": heads})
     return found
 
 
@@ -230,6 +234,7 @@ def arguments(argv):
     p.add_argument("--workloads", nargs="+")
     for name in ("batches", "budgets", "periods", "k", "windows"):
         p.add_argument(f"--{name}", nargs="+", type=int, help=f"default {FULL[name]}")
+    p.add_argument("--lookahead", nargs="+", type=float, help="m of D3, shares of a budget; default: the policy file's")
     for name in ("context", "new-tokens", "repeats", "needles"):
         p.add_argument(f"--{name}", type=int, help=f"default {FULL[name.replace('-', '_')]}")
     p.add_argument("--cpu", action="store_true", help="D3, tiny, on the CPU, unrecorded")

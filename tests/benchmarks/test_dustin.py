@@ -14,9 +14,11 @@ def test_cpu_run(dustin, tiny_checkpoint):
     draft = str(tiny_checkpoint("llama", num_hidden_layers=1, **sizes))
     records = {
         r["id"]: r
-        for r in dustin.main(["--cpu", "--cases", "D3", "--model", target, "--draft", draft, "--new-tokens", "8"])
+        for r in dustin.main(
+            ["--cpu", "--cases", "D3", "--model", target, "--draft", draft, "--new-tokens", "8", "--lookahead", "0.5"]
+        )
     }
-    partial = {"c64-p0-k3", "c64-p2-k3"}
+    partial = {"c64-m22-p0-k3", "c64-m22-p2-k3"}
     names = {"plain", "full-k3", *partial}
     assert set(records) == {f"cpu-D3-{case}-{name}" for case in ("code-0k-B2", "needle-0k") for name in names}
     full = records["cpu-D3-code-0k-B2-full-k3"]
