@@ -1,14 +1,17 @@
 """Dense recording: at every position of a finished greedy output, the drafts each arm would have proposed there.
 
 Drafts from different positions are independent given the committed keys, so a chunk of positions is drafted as one
-batch: an arm costs k_max batched steps a chunk, not k_max steps a position. The keys and attention rows are recomputed
-by the same row-padded pass that verification uses, so a replay sees what the engine would have seen.
+batch: an arm costs k_max batched steps a chunk, not k_max steps a position, and on a GPU these are one pass. The keys
+and attention rows are recomputed by the same row-padded pass that verification uses, so a replay sees what the engine
+would have seen.
 """
 
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from specdial.engine.drafters.selection import Selection, choose_keys, joined
 from specdial.engine.drafters.sparse_self import CompactDraft
@@ -76,18 +79,19 @@ def _draft_chunk(
     """Greedy chains of k_max drafts from each position of a chunk, as columns."""
     lanes = selection.counts.shape[0]
     cached = torch.arange(start - 1, start - 1 + lanes, device=s.decoder.device)
-    drafter = CompactDraft(s, selection, cached, steps=k_max)
+    drafter = CompactDraft(s, selection, cached, steps=k_max, lasting=True)
     token = torch.tensor(tokens[start - 1 : start - 1 + lanes], device=s.decoder.device)
+    pass_of = ("dense", tuple(drafter.k.shape), k_max)
+    drafted, said = s.graphs.run(pass_of, partial(_chain, drafter, k_max), drafter.counts, drafter.positions, token)
+    drafts, signals = drafted.cpu().numpy(), said.cpu().numpy()  # [k_max, N], [k_max, 3, N]
     alive = np.ones(lanes, dtype=np.bool_)  # every earlier draft of the chain matched
     rows: list[dict[str, np.ndarray]] = []
     for depth in range(1, k_max + 1):
-        proposal = drafter.step(depth - 1, token)
-        token = proposal.token
-        entropy, top1, margin = proposal.signals.cpu().numpy()
+        entropy, top1, margin = signals[depth - 1]
         truth = np.array(
             [tokens[i] if i < len(tokens) else -1 for i in range(start + depth - 1, start + depth - 1 + lanes)]
         )
-        match = alive & (token.cpu().numpy() == truth)
+        match = alive & (drafts[depth - 1] == truth)
         rows.append(
             {
                 "position": np.arange(start, start + lanes),
@@ -102,6 +106,23 @@ def _draft_chunk(
         )
         alive = match
     return {name: np.concatenate([r[name] for r in rows]) for name in rows[0]}
+
+
+def _chain(
+    drafter: CompactDraft, k_max: int, counts: Tensor, positions: Tensor, token: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Tokens [k_max, N] and signals [k_max, 3, N] that a drafter proposes after `token` [N]: a pass.
+
+    counts, positions: the drafter's, where a captured graph goes on reading them.
+    """
+    drafter.counts, drafter.positions = counts, positions
+    tokens, signals = [], []
+    for depth in range(k_max):
+        proposal = drafter.step(depth, token)
+        token = proposal.token
+        tokens.append(token)
+        signals.append(proposal.signals)
+    return torch.stack(tokens), torch.stack(signals)
 
 
 def dense_table(doc: int, columns: dict[str, np.ndarray]) -> dict[str, Any]:

@@ -69,17 +69,31 @@ class CompactDraft:
     """Lanes are the sequences of a batch, or positions of one sequence; their keys are copied once a round."""
 
     def __init__(
-        self, sequences: Sequences, selection: Selection, lengths: Tensor, *, steps: int, float8: bool = False
+        self,
+        sequences: Sequences,
+        selection: Selection,
+        lengths: Tensor,
+        *,
+        steps: int,
+        float8: bool = False,
+        lasting: bool = False,
     ) -> None:
-        """lengths: [N] keys cached for each lane; lanes are the batch, or any number of positions of a batch of one."""
+        """lengths: [N] keys cached for each lane; lanes are the batch, or any number of positions of a batch of one.
+
+        lasting: copy into buffers that stay with the sequences, which the next draft of this shape overwrites.
+        """
         self.backend, cache = sequences.backend, sequences.cache
         self.decoder = sequences.decoder.in_float8() if float8 else sequences.decoder
         indices, self.counts = selection.as_tokens(lengths)
         self.positions = lengths  # [N] of the first input token
         L, N, Hk, C = indices.shape
         shape = (L, N, Hk, round_up(C + steps, WIDTH_MULTIPLE), cache.k.shape[-1])
-        self.k = torch.empty(shape, device=cache.k.device, dtype=cache.k.dtype)  # [L, N, Hk, >= C + steps, D]
-        self.v = torch.empty_like(self.k)
+
+        def room() -> Tensor:
+            return torch.empty((2, *shape), device=cache.k.device, dtype=cache.k.dtype)
+
+        # [L, N, Hk, >= C + steps, D] each
+        self.k, self.v = sequences.lasting(("compact", shape), room) if lasting else room()
         for layer in range(L):
             self.k[layer, :, :, :C], self.v[layer, :, :, :C] = cache.gather(layer, indices[layer])
         self.k[:, :, :, C:] = 0.0

@@ -8,11 +8,13 @@ import numpy as np
 import pytest
 
 from specdial.engine.cache import KVCache
+from specdial.engine.dense import record_dense
 from specdial.engine.drafters.model import ModelDrafter
+from specdial.engine.history import HistorySpec
 from specdial.engine.loop import Decoding
 from specdial.engine.sampling import Sampling
 from specdial.engine.sequences import Sequences
-from specdial.policies.schema import plain_policy, policy_from_mapping
+from specdial.policies.schema import DraftKV, plain_policy, policy_from_mapping
 
 FIXED, RATE = {"kind": "fixed", "k": 4}, {"kind": "rate", "gamma": 0.1, "k_max": 5}
 PAGES = {"budget": 64, "sink": 1, "recent": 16, "page": 16}
@@ -98,6 +100,23 @@ def test_a_captured_round_drafts_to_the_end_of_its_pass(played, make, monkeypatc
     assert policy.drafts_whole == (controller is FIXED)
     assert widest[-1] < max(widest)
     assert steps == ([4] * len(widest) if policy.drafts_whole else widest)
+
+
+def test_dense_drafts_of_a_captured_pass_are_the_plain_ones(played, tiny_model):
+    """Chunk after chunk goes through one pass of its shape: what it reads is what the new chunk wrote there."""
+    arms = [DraftKV(budget=24, sink=2, recent=8, window=8), DraftKV(budget=48, sink=2, recent=8, window=8)]
+    prompt = np.random.default_rng(1).integers(0, 256, 90).tolist()
+    s = Sequences(tiny_model("llama").decoder, 160, 1, history=HistorySpec(8, 1), backend="reference")
+    s.prefill([prompt], [40])
+    list(Decoding(s, plain_policy(), Sampling(), [0]).rounds())
+    written = [list(s.tokens[0])]
+    want = record_dense(s, 0, arms, 3)
+    s.graphs = played(s)
+    for _ in range(2):
+        s.tokens = [list(written[0])]
+        got = record_dense(s, 0, arms, 3)
+        assert all(np.array_equal(got[name], want[name]) for name in want)
+    assert len(s.graphs.first) == 2, "of 16 positions and of the last 8: both budgets fill copies of one width"
 
 
 def test_lookup_never_starts_before_it_has_seen_the_last_round(played, make):
