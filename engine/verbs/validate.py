@@ -1,12 +1,12 @@
 """specdial validate: what predicted policies do on the clock, on documents they were not tuned on.
 
 Protocol, fixed before any number is seen: every document is prefilled once; all policies and plain decode run from that
-state in every repeat, their order rotated; before the first document all run once to warm up, and a run that still had
-to capture a graph is repeated; a policy's time on a document is the median of its repeats; speedup is the ratio of sums
-over documents, plain over policy. Its interval comes from resampling documents. Greedy lossless outputs are compared
-with the plain output token by token, unless acceptance is synthetic. What a lossy policy's output is worth is measured
-too, in a decoding of its own that is not timed (fidelity), and stands beside what was predicted of it. Lossy policies
-are ranked among themselves.
+state in every repeat, their order rotated, plain decode twice, since every speedup is measured by it; before the first
+document all run once to warm up, and a run that still had to capture a graph is repeated; a policy's time on a document
+is the median of its repeats; speedup is the ratio of sums over documents, plain over policy. Its interval comes from
+resampling documents. Greedy lossless outputs are compared with the plain output token by token, unless acceptance is
+synthetic. What a lossy policy's output is worth is measured too, in a decoding of its own that is not timed (fidelity),
+and stands beside what was predicted of it. Lossy policies are ranked among themselves.
 """
 
 from collections.abc import Mapping
@@ -137,8 +137,8 @@ def _measure(job: Job, policies: list[Policy], s: Settings) -> list[Measured]:
     results = [Measured(p, s.acceptance.of(p)) for p in policies]
     groups = [job.documents[i : i + s.batch] for i in range(0, len(job.documents), s.batch)]
     batches = Batches(job, policies)
-    runs = len(groups) * s.repeats + len({len(group) for group in groups})  # of every policy
-    with progress("validate", runs * len(policies)) as bar:
+    timed, warming = len(groups) * s.repeats, len({len(group) for group in groups})
+    with progress("validate", timed * (len(policies) + 1) + warming * len(policies)) as bar:
         for number, group in enumerate(groups):
             cold = not number or len(group) != s.batch  # new sequences, whose graphs are still to be captured
             _measure_group(batches.prefilled(group), group, results, s, bar, cold=cold)
@@ -154,19 +154,33 @@ def _measure_group(
     for result in results:
         result.times_us.append([])
     for repeat in range(0 if cold else 1, s.repeats + 1):
-        for step in range(len(results)):
-            place = (step + repeat) % len(results)
+        plain_us: list[float] = []
+        for place in _order(len(results), repeat):
             result = results[place]
             rounds = (_timed if repeat else _decode)(sequences, result, s.sampling, numbers)
-            if repeat:
-                result.times_us[-1].append(sum(_round_us(r) for r in rounds))
+            spent_us = sum(_round_us(r) for r in rounds)
+            if place == 0:
+                plain_us.append(spent_us)
+            elif repeat:
+                result.times_us[-1].append(spent_us)
             last[place] = rounds, [list(t) for t in sequences.tokens]
             bar.advance(1, result.policy.name)
+        if repeat:
+            results[0].times_us[-1].append(float(np.mean(plain_us)))
     reference = last[0][1] if s.sampling.greedy else None  # plain comes first
     for result, (rounds, tokens) in zip(results, last):
         _count(result, rounds, tokens, reference)
         if reference and s.fidelity and not result.policy.lossless and not result.synthetic:
             result.fidelity += measure_fidelity(sequences, result.policy, numbers, reference)
+
+
+def _order(count: int, repeat: int) -> list[int]:
+    """Places of `count` results in one repeat: all in turn, plain (0) once more half of them away from its turn."""
+    order = [(step + repeat) % count for step in range(count)]
+    if repeat:
+        first, half = order.index(0), count // 2
+        order.insert(first + half + 1 if first + half < count else first - half, 0)
+    return order
 
 
 def _timed(sequences: Sequences, result: Measured, sampling: Sampling, numbers: list[int]) -> list[Round]:

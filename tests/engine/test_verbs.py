@@ -223,18 +223,20 @@ def test_validate_warms_up_before_it_times_and_times_no_run_that_captured(shared
 
     def noted(sequences, policy, *rest, **more):
         runs.append((sequences.batch, policy.k_max))
-        if captures and len(runs) == 7:  # timed
+        if captures and len(runs) == 12:  # timed
             sequences.graphs.capturing_us += 1.0
         return decoding(sequences, policy, *rest, **more)
 
     monkeypatch.setattr(validate, "Decoding", noted)
     workload = {**shared["workload"], "documents": 5}
-    settings = {"policies": [FIXED], "split": "all", "batch": 2, "repeats": 2, "bootstrap": 10}
+    longer = FIXED["controller"]["k"] + 1
+    two = [FIXED, {**FIXED, "name": "longer", "controller": {"kind": "fixed", "k": longer}}]
+    settings = {"policies": two, "split": "all", "batch": 2, "repeats": 2, "bootstrap": 10}
     found = validate.run({**shared, "workload": workload, **settings, "out": str(tmp_path / "v")})
     k = FIXED["controller"]["k"]
-    cold, first, second = [0, k], [k, 0], [0, k]  # the order rotates
+    cold, first, second = [0, k, longer], [k, 0, longer, 0], [longer, 0, k, 0]  # plain runs twice, the order rotates
     again = [k] if captures else []
-    assert runs == [(2, n) for n in [*cold, *first, *second, k, *again, 0, *second]] + [
+    assert runs == [(2, n) for n in [*cold, *first, *second, *first[:1], *again, *first[1:], *second]] + [
         (1, n) for n in [*cold, *first, *second]
     ]
     assert found["policies"][0]["measured"]["tokens"] == 5 * workload["new_tokens"]
