@@ -3,8 +3,9 @@
 For every workload and context and each drafter: `record` leaves drafts (of sparse_self, unless --sparse, and of lookup
 at every position; else of a lossless decoding) and probes of partial verification of some documents; `calibrate` times
 rounds; replay predicts a grid of policies from the train documents; `validate` measures speed, top-1 agreement and KL
-on the test documents by its own protocol. A record a batch holds both predictions: held-out, and in-sample, made from
-the measured documents' own traces. Probes cannot draft by an EAGLE head: there they draft by lookup. Scoring heads are
+on the test documents by its own protocol. A record a batch, growing from drafter to drafter, holds both predictions:
+held-out, and in-sample, made from the measured documents' own traces. --work keeps every cell's files, and goes on with
+what is there. Probes cannot draft by an EAGLE head: there they draft by lookup. Scoring heads are
 those of --policy, else heads of the middle layer: any will do to test a prediction, not a policy.
 --small: SmolLM2 on a CPU. --dry: for testing this script, never written.
 
@@ -14,6 +15,7 @@ those of --policy, else heads of the middle layer: any will do to test a predict
 
 import argparse
 import json
+import shutil
 import sys
 import tempfile
 from dataclasses import replace
@@ -65,6 +67,7 @@ def arguments(argv):
     for name in ("train", "test", "singles", "new-tokens", "policies", "repeats", "calibrations", "probed", "rounds"):
         key = name.replace("-", "_")
         p.add_argument(f"--{name}", type=int, help=f"default {FULL[key]}, --small {SMALL[key]}")
+    p.add_argument("--work", type=Path, help="keep every cell's files under this folder; default: a temporary one")
     p.add_argument("--sparse", action="store_true", help="record no more of sparse_self than the rounds it plays")
     size = p.add_mutually_exclusive_group()
     size.add_argument("--small", action="store_true", help="short contexts, on the CPU")
@@ -76,18 +79,19 @@ def arguments(argv):
 
 
 def measure(cell, heads, clock):
-    """One record a batch of a cell: every drafter is recorded, timed, predicted and measured on its own."""
+    """Yields a batch's record after every drafter: each is recorded, timed, predicted and measured on its own."""
     found = {batch: [] for batch in cell.a.batches if cell.measured(batch)}
     for kind, policies in grid(cell.a, heads).items():
         own = replace(cell, name=f"{cell.name} {kind}", folder=cell.folder / kind)
         with clock.stage(f"{own.name} record"):
             leave_traces(own, kind, heads)
-        with clock.stage(f"{own.name} calibrate"):
-            calibrate.run({**own.settings, **calibration(own, kind, heads)}, timed(own))
+        if not (own.folder / "costs" / "meta.json").exists():
+            with clock.stage(f"{own.name} calibrate"):
+                calibrate.run({**own.settings, **calibration(own, kind, heads)}, timed(own))
         for batch in cell.a.batches:
             with clock.stage(f"{own.name} B{batch}"):
                 found[batch].append(compared(own, policies, batch))
-    return [row_of(cell, batch, parts) for batch, parts in found.items()]
+            yield row_of(cell, batch, found[batch])
 
 
 def leave_traces(cell, kind, heads):
@@ -144,6 +148,7 @@ def compared(cell, policies, batch):
     measured = cell.measured(batch)
     policies, own = [plain_policy(), *policies], cell.folder / f"measured-B{batch}"
     for name in ("trace", "probes"):
+        shutil.rmtree(own / name, ignore_errors=True)
         held = {d["doc"] for d in read_trace(cell.folder / name).meta["documents"]}
         part_of(cell.folder / name, own / name, [d.index for d in measured if d.index in held])
     held_out = predicted(cell, cell.folder, policies, batch, "train")
@@ -167,18 +172,25 @@ def predicted(cell, folder, policies, batch, split):
 
 def main(argv=None):
     a = arguments(argv)
-    clock, rows = Clock(), []
+    if a.work:
+        return measured(a, a.work)
+    with tempfile.TemporaryDirectory() as folder:
+        return measured(a, Path(folder))
+
+
+def measured(a, work):
+    """Every record, printed and saved as it comes. work: where the files of every cell lie."""
+    clock, rows = Clock(), {}
     model = load(a, clock)
     heads = Heads.of(a, model.config)
-    with tempfile.TemporaryDirectory() as folder:
-        for cell in cells(a, model, Path(folder)):
-            rows += (fresh := measure(cell, heads, clock))
-            for row in fresh:
-                show(row)
+    for cell in cells(a, model, work):
+        for row in measure(cell, heads, clock):
+            rows[row["id"]] = row
+            show(row)
             if a.out:
-                save(rows, a.out)
-    print(json.dumps({row["id"]: [row["median_pct"], row["worst_pct"]] for row in rows}))
-    return rows
+                save([*rows.values()], a.out)
+    print(json.dumps({id: [row["median_pct"], row["worst_pct"]] for id, row in rows.items()}))
+    return [*rows.values()]
 
 
 if __name__ == "__main__":
