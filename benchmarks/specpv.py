@@ -231,7 +231,7 @@ def arguments(argv):
 
 def prefix_of(a):
     """What tells ids of one run from those of other scores and shapes."""
-    parts = ["cpu"] if a.cpu else []
+    parts = ["cpu"] if a.cpu else [f"k{a.k}"] if a.k != FULL["k"] else []
     parts += [f"w{a.tree[0]}n{a.tree[1]}"] if a.tree else []
     parts += [f"{a.bound}-{a.rows}"] if (a.bound, a.rows) != ("quest", "mean") else []
     return "".join(f"{part}-" for part in parts)
