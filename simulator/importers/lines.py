@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from specdial.policies.errors import UserError
+from specdial.policies.fields import shown
 
 MOST = 1 << 50  # of any count or time
 MOST_TOKENS = 1 << 24
@@ -54,24 +55,24 @@ class Line:
         except (TypeError, ValueError, OverflowError):
             found = math.nan
         if not low <= found <= high:  # NaN is in no bounds
-            raise self.error(f"{dotted} is {_shown(value)}, not a number from {low:g} to {high:g}")
+            raise self.error(f"{dotted} is {shown(value)}, not a number from {low:g} to {high:g}")
         return found
 
     def counts(self, dotted: str, *, high: int = MOST) -> list[int]:
         """A list of whole numbers from 0."""
         value = self.get(dotted)
         if not isinstance(value, list):
-            raise self.error(f"{dotted} is {_shown(value)}, not a list")
+            raise self.error(f"{dotted} is {shown(value)}, not a list")
         for item in value:
             if isinstance(item, bool) or not isinstance(item, int) or not 0 <= item <= high:
-                raise self.error(f"{dotted} holds {_shown(item)}, not a whole number from 0 to {high}")
+                raise self.error(f"{dotted} holds {shown(item)}, not a whole number from 0 to {high}")
         return value
 
     def text(self, dotted: str) -> str:
         """Text that is not empty."""
         value = self.get(dotted)
         if not isinstance(value, str) or not value.strip():
-            raise self.error(f"{dotted} is {_shown(value)}, not text")
+            raise self.error(f"{dotted} is {shown(value)}, not text")
         return value
 
 
@@ -121,8 +122,3 @@ def _object(path: Path, number: int, text: str) -> Mapping[str, Any]:
     if not isinstance(found, dict):
         raise UserError(f"{path} line {number} is no object", "mend or remove that line")
     return found
-
-
-def _shown(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 40 else text[:37] + "..."
