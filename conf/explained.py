@@ -13,6 +13,7 @@ EXPLAINED = {
     "drafter.ngram": "with lookup: the most last tokens that are looked up",
     "drafter.tree": "with eagle: width and nodes of a tree; null: a chain",
     "drafter.window": "with model: the last keys that it reads; 0: all",
+    "drafter.budget": "with model: keys that its steps choose by pages; 0: all",
     "batches": "batch sizes to measure",
     "bootstrap": "resamples of documents behind every interval",
     "budgets": "keys per kv head that drafts read, one arm or measurement each",

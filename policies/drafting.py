@@ -14,9 +14,10 @@ DEFAULT_BUDGET, DEFAULT_WINDOW = 512, 16
 # Settings that only some kinds of drafter use; `none` uses and refuses none of draft_kv.
 DRAFTER_USES = {
     "weights": ("sparse_self",), "model": ("model", "eagle"), "ngram": ("lookup",), "tree": ("eagle",),
-    "window": ("model",),
+    "window": ("model",), "budget": ("model",),
 }  # fmt: skip
 WINDOW_SINK = 4  # first keys that a draft model with a window reads besides
+OWN_PAGES = {"sink": 16, "recent": 64, "page": 16}  # of the keys that a draft model with a budget reads
 DRAFT_KV_USES = {
     "budget_frac": ("none", "sparse_self", "quest"),
     "decay": ("none", "sparse_self"),
@@ -64,8 +65,9 @@ class Drafter:
     weights: sparse_self; fp8 drafts with float8 copies of the weights, verification keeps the model's own, so that it
     stays lossless. model: model; where the drafting model comes from, as `load_model` takes it; eagle: the folder of
     the head. ngram: lookup; the most last tokens that are looked up, tokens. tree: eagle; None drafts a chain.
-    window: model; the last keys of its own that it reads, besides the first WINDOW_SINK (StreamingLLM), 0 for all; its
-    scoring heads look at all of them nonetheless.
+    window: model; the last keys of its own that it reads, besides the first WINDOW_SINK (StreamingLLM), 0 for all.
+    budget: model; instead, so many keys of its own, sink and recent among them, in pages that each step's queries
+    choose in every layer (Quest), 0 for all. Scoring heads look at all keys nonetheless.
     """
 
     kind: Literal["none", "sparse_self", "model", "lookup", "quest", "eagle"] = "sparse_self"
@@ -74,13 +76,20 @@ class Drafter:
     ngram: int = setting(3, low=1, high=16, later=True)
     tree: Tree | None = field(default=None, metadata={"later": True})
     window: int = setting(0, low=0, high=MOST_KEYS, later=True)
+    budget: int = setting(0, low=0, high=MOST_KEYS, later=True)
 
     @property
     def label(self) -> str:
-        """Under which cost tables file it: the kind, whose or which weights it drafts with, its window or tree."""
+        """Under which cost tables file it: the kind, whose or which weights it drafts with, its own keys or tree."""
         weights = self.model or ("" if self.weights == "model" else self.weights)
-        shape = f"w{self.tree.width}-n{self.tree.nodes}" if self.tree else f"window{self.window}" if self.window else ""
-        return "/".join(part for part in (self.kind, weights, shape) if part)
+        shape = [f"w{self.tree.width}-n{self.tree.nodes}"] if self.tree else []
+        shape += [f"{name}{size}" for name, size in (("window", self.window), ("budget", self.budget)) if size]
+        return "/".join([part for part in (self.kind, weights) if part] + shape)
+
+    @property
+    def own_kv(self) -> "DraftKV | None":
+        """What a draft model with a budget reads of its own keys."""
+        return DraftKV(budget=self.budget, **OWN_PAGES) if self.budget else None
 
     @property
     def reads_selection(self) -> bool:
@@ -103,6 +112,11 @@ class Drafter:
         if self.kind in DRAFTER_USES["model"] and not self.model:
             remedy = "name the drafting model" if self.kind == "model" else "name the folder of an EAGLE-3 head"
             raise UserError(f"{where}.model is missing", remedy, field=f"{where}.model")
+        if self.budget and self.window:
+            cause = f"{where}.budget is {self.budget} and {where}.window {self.window}"
+            raise UserError(cause, "leave one of them 0", field=f"{where}.budget")
+        if self.own_kv is not None:
+            self.own_kv.check(where)
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ def short_name(
     parts += [drafter["weights"]] if drafter.get("weights", "model") != "model" else []
     tree = drafter.get("tree")
     parts += [f"w{tree.get('width', 10)}n{tree.get('nodes', 60)}"] if isinstance(tree, Mapping) else []
-    parts += [f"window{drafter['window']}"] if drafter.get("window") else []
+    parts += [f"{name}{drafter[name]}" for name in ("window", "budget") if drafter.get(name)]
     parts += [controller["kind"], f"k{controller.get('k', controller.get('k_max', 0))}"]
     parts += [f"f{draft_kv['budget_frac']:g}" if draft_kv.get("budget_frac") else f"b{draft_kv['budget']}"]
     parts += [f"d{draft_kv['decay']:g}"] if draft_kv.get("decay", 1.0) != 1.0 else []

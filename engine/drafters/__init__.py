@@ -24,9 +24,9 @@ def model_drafter(sequences: Sequences, policy: Policy) -> ModelDrafter:
     """A draft model, which keeps its scoring heads' attention if the policy verifies by it."""
     kv, own = policy.verify_kv, policy.drafter
     if kv.lossless or kv.source not in LOOKAHEAD:
-        return ModelDrafter(sequences, own.model, window=own.window)
+        return ModelDrafter(sequences, own.model, window=own.window, own_kv=own.own_kv)
     heads, most = policy.scoring_heads.by_layer("draft"), longest_draft(policy.controller)
-    return ModelDrafter(sequences, own.model, window=own.window, heads=heads, most_drafts=most)
+    return ModelDrafter(sequences, own.model, window=own.window, own_kv=own.own_kv, heads=heads, most_drafts=most)
 
 
 def eagle_drafter(sequences: Sequences, policy: Policy) -> Eagle:

@@ -3,8 +3,8 @@
 The first step of a round feeds the last two committed tokens, the later ones the last draft. So a round that drafted
 leaves all keys the next one needs, however much was accepted: the last accepted draft may be missing, and is one of
 the two. After rounds without drafts `prepare` feeds what is missing. With scoring heads every step also leaves their
-attention to every key, for whoever verifies over a selection (Dustin's lookahead), and so it does with a window, though
-drafts then read the first keys and the last ones alone (StreamingLLM). Leaves out selections by score.
+attention to every key, for whoever verifies over a selection (Dustin's lookahead). That is so, too, where drafts read
+the first keys and the last ones alone (StreamingLLM), or pages that each step's queries choose (Quest).
 """
 
 from collections.abc import Hashable
@@ -16,12 +16,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specdial.engine.drafters.base import Draft, Proposal, propose
+from specdial.engine.drafters.quest import choosing
+from specdial.engine.drafters.summaries import MOST_COMMITTED, Summaries
 from specdial.engine.sequences import Sequences
 from specdial.kernels import Backend
 from specdial.kernels.full_attention import full_attention
 from specdial.kernels.head_scores import head_scores
 from specdial.kernels.sparse_attention import HEAD_DIMS, SparseWorkspace, sparse_attention, workspace_for
-from specdial.policies.drafting import WINDOW_SINK
+from specdial.policies.drafting import WINDOW_SINK, DraftKV
 from specdial.policies.errors import UserError
 
 CATCH_UP_ROWS = 16  # most missing tokens fed at once; no more than a cache holds
@@ -44,13 +46,15 @@ class ModelDrafter:
         name: str,
         *,
         window: int = 0,
+        own_kv: DraftKV | None = None,
         heads: dict[int, tuple[int, ...]] | None = None,
         most_drafts: int = 0,
     ) -> None:
-        """window: last keys to read, 0 for all. heads: scoring heads by layer, whose attention is kept for up to
-        `most_drafts` steps a round.
+        """window: last keys to read, 0 for all. own_kv: instead, what to read of its own keys, chosen by pages.
+        heads: scoring heads by layer, whose attention is kept for up to `most_drafts` steps a round.
 
-        Raises ValueError without such a companion, UserError on prompts of one token or heads that no window takes.
+        Raises ValueError without such a companion, UserError on prompts of one token or heads that no window or page
+        takes.
         """
         if name not in sequences.companions:
             raise ValueError(f"these sequences have no companion {name!r}")
@@ -61,13 +65,16 @@ class ModelDrafter:
         if window and head_dim not in HEAD_DIMS:
             cause = f"a window takes head dimensions {list(HEAD_DIMS)}, draft model {name} has {head_dim}"
             raise UserError(cause, "set window to 0", field="drafter.window")
+        self.own_kv = own_kv
+        self.pages = None if own_kv is None else Summaries.of(self.own, own_kv.page)
         self.lookahead: Lookahead | None = None
         if heads:
             shape = (most_drafts, sequences.batch, self.own.cache.capacity_tokens)  # the target's capacity too
             device = sequences.decoder.device
             scores = sequences.lasting(("lookahead", shape), lambda: torch.zeros(shape, device=device))  # [K, B, S]
             self.lookahead = Lookahead(heads, scores)
-        self.key: Hashable = ("model", name, window, tuple(sorted((heads or {}).items())), most_drafts if heads else 0)
+        scored = (tuple(sorted((heads or {}).items())), most_drafts if heads else 0)
+        self.key: Hashable = ("model", name, window, own_kv, *scored)
 
     def prepare(self, limit: np.ndarray) -> None:
         """See Drafter: feed the tokens of rounds in between that did not draft.
@@ -78,15 +85,25 @@ class ModelDrafter:
         if not limit.any():
             return
         committed = self.s.committed - 2  # [B] the two last ones are fed by the first step
-        if self.own.turn != self.s.turn - 1 and (missing := int((committed - self.own.cache.host_lengths).max())) > 0:
+        apart = self.own.turn != self.s.turn - 1
+        if apart and (missing := int((committed - self.own.cache.host_lengths).max())) > 0:
             self._catch_up(committed, missing)
         self.own.cache.host_lengths = np.maximum(self.own.cache.host_lengths, committed)
         self.own.turn = self.s.turn
+        if self.pages is not None:
+            if apart:
+                self.own.cache.lengths.copy_(self.s.cache.lengths - 1)
+            self.pages.follow()
 
     def begin(self, steps: int) -> Draft:
         """See Drafter."""
         width = self.own.cache.width(steps + 2)
-        return ModelDraft(self.s, self.own, width=width, window=self.window, lookahead=self.lookahead)
+        paged = None
+        if self.pages is not None and self.own_kv is not None:
+            self.own.cache.lengths.copy_(self.s.cache.lengths - 1)  # what is final: the first step feeds two again
+            self.pages.update(MOST_COMMITTED)
+            paged = (self.pages, self.own_kv)
+        return ModelDraft(self.s, self.own, width=width, window=self.window, paged=paged, lookahead=self.lookahead)
 
     def _catch_up(self, ends: np.ndarray, missing: int) -> None:
         """Feed the `missing` committed tokens ahead of ends [B], of every sequence alike: again where it has them.
@@ -111,10 +128,19 @@ class ModelDraft:
     """Lanes are the sequences of a batch."""
 
     def __init__(
-        self, sequences: Sequences, own: Sequences, *, width: int, window: int, lookahead: Lookahead | None
+        self,
+        sequences: Sequences,
+        own: Sequences,
+        *,
+        width: int,
+        window: int,
+        paged: tuple[Summaries, DraftKV] | None,
+        lookahead: Lookahead | None,
     ) -> None:
-        """width: keys to read of the companion's, without a window. lookahead: to leave each step's scores in."""
-        self.s, self.own, self.width, self.window, self.lookahead = sequences, own, width, window, lookahead
+        """width: keys to read of the companion's, with neither window nor pages to choose. lookahead: to leave each
+        step's scores in."""
+        self.s, self.own, self.width, self.window = sequences, own, width, window
+        self.paged, self.lookahead = paged, lookahead
 
     def step(self, depth: int, tokens: Tensor) -> Proposal:
         """See Draft."""
@@ -126,6 +152,7 @@ class ModelDraft:
         if kept is not None:
             kept.scores[depth].zero_()
         recent = Recent.of(own, fed, lengths, self.window) if self.window else None
+        chosen = choosing(own, *self.paged, s.cache.lengths - 1, lengths) if self.paged else None
 
         def attend(layer: int, q: Tensor) -> Tensor:
             if kept is not None and layer in kept.heads:
@@ -135,6 +162,8 @@ class ModelDraft:
                 )  # fmt: skip
             if recent is not None:
                 return recent.attend(q, *own.cache.layer(layer))
+            if chosen is not None:
+                return chosen(layer, q)
             return full_attention(q, *own.cache.view(layer, self.width), lengths, backend=own.backend)[0]
 
         logits = own.forward_rows(known(fed, own), lengths, attend)[:, -1]  # [B, V of the companion]

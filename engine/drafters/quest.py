@@ -6,7 +6,7 @@ Chosen are whole committed pages, sink and recent among them; the unfinished las
 visible. Drafted keys go behind the committed ones, where verification overwrites them.
 """
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 
 import numpy as np
 from torch import Tensor
@@ -56,29 +56,38 @@ class QuestDraft:
 
     def step(self, depth: int, tokens: Tensor) -> Proposal:
         """See Draft."""
-        s, kv, pages = self.s, self.draft_kv, self.summaries
+        s = self.s
         lengths = s.cache.lengths + depth  # [B]
-        whole = s.cache.lengths // kv.page  # [B] pages to choose from
-        protected = kv.sink_pages + kv.recent_pages
-        budget = max(min(kv.budget // kv.page, pages.low.shape[3]), protected, 1)
-        workspace: SparseWorkspace | None = None
-
-        def attend(layer: int, q: Tensor) -> Tensor:
-            nonlocal workspace
-            low, high = pages.low[layer], pages.high[layer]
-            scores = score_pages(
-                q, low, high, whole * kv.page, page=kv.page, rule="quest", backend=s.backend
-            )  # [B, Hk, S / page]
-            indices, counts = select(
-                scores, whole, budget=budget, sink=kv.sink_pages, recent=kv.recent_pages, backend=s.backend,
-                scope=kv.scope,
-            )  # fmt: skip
-            keys, values = s.cache.layer(layer)
-            if workspace is None and s.backend == "triton":
-                workspace = workspace_for(q.shape, keys, indices, page=kv.page)
-            return sparse_attention(
-                q, keys, values, indices, counts, tail_start=whole * kv.page, lengths=lengths, backend=s.backend,
-                page=kv.page, workspace=workspace, fresh=True,
-            )  # fmt: skip
-
+        attend = choosing(s, self.summaries, self.draft_kv, s.cache.lengths, lengths)
         return propose(s.forward_rows(tokens[:, None], lengths, attend)[:, -1], s.backend)
+
+
+def choosing(
+    s: Sequences, pages: Summaries, kv: DraftKV, committed: Tensor, lengths: Tensor
+) -> Callable[[int, Tensor], Tensor]:
+    """Attention of a layer's queries [B, T, H, D], behind lengths [B] keys, over pages that their last rows choose.
+
+    committed: [B] keys whose whole pages there are to choose from; those behind them are read as they are.
+    """
+    whole = committed // kv.page  # [B]
+    budget = max(min(kv.budget // kv.page, pages.low.shape[3]), kv.sink_pages + kv.recent_pages, 1)
+    workspace: SparseWorkspace | None = None
+
+    def attend(layer: int, q: Tensor) -> Tensor:
+        nonlocal workspace
+        scores = score_pages(
+            q[:, -1:], pages.low[layer], pages.high[layer], whole * kv.page, page=kv.page, rule="quest",
+            backend=s.backend,
+        )  # [B, Hk, S / page]  # fmt: skip
+        indices, counts = select(
+            scores, whole, budget=budget, sink=kv.sink_pages, recent=kv.recent_pages, backend=s.backend, scope=kv.scope
+        )
+        keys, values = s.cache.layer(layer)
+        if workspace is None and s.backend == "triton":
+            workspace = workspace_for(q.shape, keys, indices, page=kv.page)
+        return sparse_attention(
+            q, keys, values, indices, counts, tail_start=whole * kv.page, lengths=lengths, backend=s.backend,
+            page=kv.page, workspace=workspace, fresh=True,
+        )  # fmt: skip
+
+    return attend

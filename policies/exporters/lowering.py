@@ -162,6 +162,8 @@ def _variant(
         rows.append(("drafter.tree", "dropped", "drafts a chain"))
     elif variant.drafter.window:
         rows.append(("drafter.window", "dropped", "the draft model reads every key"))
+    elif variant.drafter.budget:
+        rows.append(("drafter.budget", "dropped", "the draft model reads every key"))
     if variant.drafter.reads_selection:
         rows.append(("draft_kv", "dropped", "drafts over a selection of keys"))
     if not variant.verify_kv.lossless:

@@ -21,6 +21,7 @@ PAGES = {"budget": 64, "sink": 1, "recent": 16, "page": 16}
 DRAFTERS = {
     "lookup": {"drafter": {"kind": "lookup", "ngram": 2}},
     "model": {"drafter": {"kind": "model", "model": "draft"}},
+    "paged": {"drafter": {"kind": "model", "model": "draft", "budget": 96}},
     "quest": {"drafter": {"kind": "quest"}, "draft_kv": PAGES},
 }
 CASES = [(name, kind) for name in DRAFTERS for kind in (FIXED, RATE) if (name, kind) != ("lookup", RATE)]

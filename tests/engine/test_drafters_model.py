@@ -205,6 +205,59 @@ def test_what_is_decoded_with_a_window_is_what_the_target_says(tiny_model):
     assert texts[0] == texts[1]
 
 
+def paged(budget, **more):
+    drafter = {"kind": "model", "model": "draft", "budget": budget}
+    return policy_from_mapping({"drafter": drafter, "controller": {"kind": "fixed", "k": 3}, **more})
+
+
+def test_a_budget_that_holds_everything_changes_no_draft(tiny_model):
+    target, draft = tiny_model("llama").decoder, tiny_model("qwen2", seed=3, **WIDE).decoder
+    expected, found = (rounds_of(sequences(target, draft), chosen) for chosen in (windowed(0), paged(400)))
+    assert found == expected
+    assert rounds_of(sequences(target, draft), paged(96)) != expected
+
+
+def test_pages_of_a_draft_model_are_those_of_its_final_keys(tiny_model):
+    """In every round, also after rounds that did not draft: what its queries choose by is what the keys say."""
+    target, draft = tiny_model("llama").decoder, tiny_model("qwen2", seed=3, **WIDE).decoder
+    s = sequences(target, draft)
+    plain, chosen = policy_from_mapping({"controller": {"kind": "none"}}), paged(96)
+    decoding, summaries, rounds = Decoding(s, chosen, Sampling(), [0, 1, 2]), None, 0
+    while not s.done.all():
+        if rounds == 3:
+            other = Decoding(s, plain, Sampling(), [0, 1, 2])
+            for _ in range(4):
+                other.decode_round()
+        before = s.committed - 2
+        decoding.decode_round()
+        rounds += 1
+        summaries = decoding.drafters[0].pages
+        keys = s.companions["draft"].cache.k
+        for b, end in enumerate(before.tolist()):
+            if s.done[b]:
+                continue
+            whole = end // 16
+            by_page = keys[:, b, :, : whole * 16].unflatten(2, (whole, 16))  # [L, Hk, pages, 16, D]
+            assert torch.equal(summaries.low[:, b, :, :whole], by_page.amin(3))
+            assert torch.equal(summaries.high[:, b, :, :whole], by_page.amax(3))
+    assert rounds > 6
+    texts = [list(t) for t in s.tokens]
+    s.rewind()
+    list(Decoding(s, plain, Sampling(), [0, 1, 2]).rounds())
+    assert [list(t) for t in s.tokens] == texts
+
+
+def test_a_budget_excludes_a_window_and_holds_whole_pages():
+    drafter = {"kind": "model", "model": "m"}
+    for settings, said in (
+        ({"budget": 96, "window": 8}, r"drafter\.budget is 96 and drafter\.window 8"),
+        ({"budget": 90}, r"drafter\.budget is 90"),
+        ({"budget": 64}, r"drafter\.budget is 64"),
+    ):
+        with pytest.raises(UserError, match=said):
+            policy_from_mapping({"drafter": {**drafter, **settings}, "controller": {"kind": "fixed", "k": 3}})
+
+
 def test_windows_are_for_draft_models_with_heads_that_the_kernel_takes(tiny_model):
     with pytest.raises(UserError, match=r"drafter\.window is 8, which drafter sparse_self does not use"):
         policy_from_mapping({"drafter": {"kind": "sparse_self", "window": 8}})

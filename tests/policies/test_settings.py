@@ -130,6 +130,7 @@ MORE_BOUNDS = [
     (Tree, "width", 1, 64),
     (Tree, "nodes", 1, 512),
     (Drafter, "window", 0, 1 << 24),
+    (Drafter, "budget", 0, 1 << 24),
     (VerifyKV, "full_period", 0, 1 << 16),
     (VerifyKV, "budget", 1, 1 << 24),
     (VerifyKV, "sink", 0, 1 << 24),
@@ -168,7 +169,9 @@ def test_defaults_are_those_that_files_rely_on():
         ConfidenceConfig: {**adaptive, "threshold": 0.4},
         RateConfig: {**adaptive, **learned, **start, "form": "calibrated", "k_set": []},
         Tree: {"width": 10, "nodes": 60},
-        Drafter: {"kind": "sparse_self", "weights": "model", "model": "", "ngram": 3, "tree": None, "window": 0},
+        Drafter: {
+            "kind": "sparse_self", "weights": "model", "model": "", "ngram": 3, "tree": None, "window": 0, "budget": 0
+        },
         DraftKV: {**selection, "recent": 64, "window": 16, "budget_frac": 0.0, "decay": 1.0, "refresh_rounds": 1},
         VerifyKV: {
             **selection, "mode": "full", "full_period": 1, "source": "history", "recent": 16, "lookahead_tokens": 0,
