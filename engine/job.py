@@ -26,7 +26,7 @@ from specdial.engine.weights import LoadedModel, load_model
 from specdial.engine.weights.eagle import load_head
 from specdial.engine.workloads import Document, WorkloadSpec, build, of_split
 from specdial.kernels import Backend
-from specdial.policies.drafting import OWN_PAGES
+from specdial.policies.drafting import OWN_PAGE
 from specdial.policies.errors import UserError
 from specdial.policies.fields import setting
 from specdial.policies.placement import Where
@@ -156,7 +156,7 @@ def empty_sequences(
     free = free_bytes(model.decoder.device) - summary_bytes(demand, max(batch, copies), policies)
     for name in draft_model_names([p for p in policies if any(v.drafter.budget for v in p.variants())]):
         own = predict(replace(beside, config=companions[name].config, batch=max(batch, copies)))
-        free -= own.kv_cache // OWN_PAGES["page"]  # two keys a page, as summary_bytes has them
+        free -= own.kv_cache // OWN_PAGE  # two keys a page, as summary_bytes has them
     free_host = free_host_bytes(Path("/"))
     for wanted in (batch, copies) if copies else (batch,):
         kept = require_host(replace(demand, batch=wanted), free_host)

@@ -17,7 +17,8 @@ DRAFTER_USES = {
     "window": ("model",), "budget": ("model",),
 }  # fmt: skip
 WINDOW_SINK = 4  # first keys that a draft model with a window reads besides
-OWN_PAGES = {"sink": 16, "recent": 64, "page": 16}  # of the keys that a draft model with a budget reads
+OWN_PAGE: Literal[16] = 16  # keys of a page that a draft model with a budget reads; sink and recent are whole ones
+OWN_SINK, OWN_RECENT = 16, 64
 DRAFT_KV_USES = {
     "budget_frac": ("none", "sparse_self", "quest"),
     "decay": ("none", "sparse_self"),
@@ -89,7 +90,7 @@ class Drafter:
     @property
     def own_kv(self) -> "DraftKV | None":
         """What a draft model with a budget reads of its own keys."""
-        return DraftKV(budget=self.budget, **OWN_PAGES) if self.budget else None
+        return DraftKV(budget=self.budget, sink=OWN_SINK, recent=OWN_RECENT, page=OWN_PAGE) if self.budget else None
 
     @property
     def reads_selection(self) -> bool:
