@@ -18,6 +18,7 @@ DRAFTERS = {
     "quest": {"drafter": {"kind": "quest"}, "draft_kv": PAGES},
     "quest-layer": {"drafter": {"kind": "quest"}, "draft_kv": {**PAGES, "scope": "layer"}},
     "model": {"drafter": {"kind": "model", "model": "draft"}},
+    "paged": {"drafter": {"kind": "model", "model": "draft", "budget": 96}},
 }
 
 
