@@ -29,13 +29,12 @@ Where texts must be carried, workloads side by side on cores of their own, each 
 import argparse
 import json
 import sys
-import tempfile
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "kernels"))
 sys.path.insert(0, str(Path(__file__).resolve().parent / "engine"))
-from _engine_bench import complete, save, script
-from prediction_cell import Clock, cells, load, measure
+from _engine_bench import complete, script
+from prediction_cell import Clock, cells, in_work, keep, load, measure
 from prediction_documents import KINDS
 from prediction_records import show
 from prediction_traces import part_of
@@ -98,11 +97,7 @@ def leave_trace(cell, traces):
 
 
 def main(argv=None):
-    a = arguments(argv)
-    if a.work:
-        return measured(a, a.work)
-    with tempfile.TemporaryDirectory() as folder:
-        return measured(a, Path(folder))
+    return in_work(arguments(argv), measured)
 
 
 def measured(a, work):
@@ -113,11 +108,7 @@ def measured(a, work):
         left = a.traces / f"{cell.job.name}-{cell.name}" if a.traces else None
         if left and left.exists():
             raise UserError(f"{left} exists", "delete it or choose another --traces")
-        for row in measure(cell, clock):
-            rows[row["id"]] = row
-            show(row)
-            if a.out:
-                save([*rows.values()], a.out)
+        keep(measure(cell, clock), rows, show, a.out)
         if left:
             leave_trace(cell, left)
     shown = ("median_pct", "worst_pct", "regret_pct")

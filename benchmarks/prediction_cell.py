@@ -9,12 +9,14 @@ import io
 import itertools
 import json
 import shutil
+import tempfile
 import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 import torch
+from _engine_bench import save
 from prediction_documents import documents, spec_of
 from prediction_policies import K_MAX, KS, adaptive, fixed, fp8
 from prediction_records import compared, merged, policy_rows, row_of
@@ -92,6 +94,23 @@ class Cell:
         if not found or len(self.of("train")) < batch:
             raise UserError(f"batch {batch} of {len(test)} test documents", "ask for more documents or smaller batches")
         return found
+
+
+def in_work(a, measured):
+    """measured(a, folder) with a script's --work, or with a temporary folder."""
+    if a.work:
+        return measured(a, a.work)
+    with tempfile.TemporaryDirectory() as folder:
+        return measured(a, Path(folder))
+
+
+def keep(records, rows, show, out):
+    """Show every record as it comes, and save it beside those in `rows`, by id; a later one of an id replaces it."""
+    for row in records:
+        rows[row["id"]] = row
+        show(row)
+        if out:
+            save([*rows.values()], out)
 
 
 def load(a, clock):

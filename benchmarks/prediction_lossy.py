@@ -17,14 +17,13 @@ import argparse
 import json
 import shutil
 import sys
-import tempfile
 from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "kernels"))
 sys.path.insert(0, str(Path(__file__).resolve().parent / "engine"))
-from _engine_bench import complete, save, script
-from prediction_cell import EXPECTED, Clock, cells, load, timed, validated
+from _engine_bench import complete, script
+from prediction_cell import EXPECTED, Clock, cells, in_work, keep, load, timed, validated
 from prediction_documents import KINDS
 from prediction_lossy_lookup import with_lookup
 from prediction_lossy_policies import DRAFT, Heads, drafter_of, grid, verification
@@ -171,11 +170,7 @@ def predicted(cell, folder, policies, batch, split):
 
 
 def main(argv=None):
-    a = arguments(argv)
-    if a.work:
-        return measured(a, a.work)
-    with tempfile.TemporaryDirectory() as folder:
-        return measured(a, Path(folder))
+    return in_work(arguments(argv), measured)
 
 
 def measured(a, work):
@@ -184,11 +179,7 @@ def measured(a, work):
     model = load(a, clock)
     heads = Heads.of(a, model.config)
     for cell in cells(a, model, work):
-        for row in measure(cell, heads, clock):
-            rows[row["id"]] = row
-            show(row)
-            if a.out:
-                save([*rows.values()], a.out)
+        keep(measure(cell, heads, clock), rows, show, a.out)
     print(json.dumps({id: [row["median_pct"], row["worst_pct"]] for id, row in rows.items()}))
     return [*rows.values()]
 

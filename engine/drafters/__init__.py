@@ -23,9 +23,8 @@ def draft_kv_of(sequences: Sequences, policy: Policy) -> DraftKV:
 def model_drafter(sequences: Sequences, policy: Policy) -> ModelDrafter:
     """A draft model, which keeps its scoring heads' attention if the policy verifies by it."""
     kv, own = policy.verify_kv, policy.drafter
-    if kv.lossless or kv.source not in LOOKAHEAD:
-        return ModelDrafter(sequences, own.model, window=own.window, own_kv=own.own_kv)
-    heads, most = policy.scoring_heads.by_layer("draft"), longest_draft(policy.controller)
+    scored = not kv.lossless and kv.source in LOOKAHEAD
+    heads, most = policy.scoring_heads.by_layer("draft") if scored else None, longest_draft(policy.controller)
     return ModelDrafter(sequences, own.model, window=own.window, own_kv=own.own_kv, heads=heads, most_drafts=most)
 
 
