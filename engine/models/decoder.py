@@ -39,6 +39,7 @@ CacheOf = Callable[[int], tuple[Tensor, Tensor]]
 # Buffers [B, T, hidden] by layer: a pass copies there the hidden states that enter the layer.
 Taps = Mapping[int, Tensor]
 NO_TAPS: Taps = MappingProxyType({})
+ANGLE_ROWS = 1 << 16  # positions whose angles are made at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,12 +183,19 @@ class Decoder:
         return self._in_float8
 
     def angles(self, positions: int) -> tuple[Tensor, Tensor]:
-        """cos and sin of positions 0 .. positions-1, [>= positions, D/2] float32; made once for the longest asked."""
+        """cos and sin of positions 0 .. positions-1, [>= positions, D/2] float32; made once for the longest asked.
+
+        In pieces: what `cos_sin` makes on its way to a million positions takes 2 GB more.
+        """
         if not self._angles or self._angles[-1][0].shape[0] < positions:
             half = self.config.head_dim // 2
-            steps = torch.arange(positions, device=self.device)[None]
-            cos, sin = cos_sin(steps, self._inverse, self._attention_factor)  # [1, P, 1, D]
-            self._angles.append((cos[0, :, 0, :half].contiguous(), sin[0, :, 0, :half].contiguous()))
+            cos, sin = torch.empty(2, positions, half, device=self.device)  # [P, D/2] each
+            for start in range(0, positions, ANGLE_ROWS):
+                steps = torch.arange(start, min(start + ANGLE_ROWS, positions), device=self.device)[None]
+                piece = cos_sin(steps, self._inverse, self._attention_factor)  # [1, rows, 1, D] each
+                for table, of_piece in zip((cos, sin), piece):
+                    table[start : start + ANGLE_ROWS] = of_piece[0, :, 0, :half]
+            self._angles.append((cos, sin))
         return self._angles[-1]
 
     @torch.inference_mode()

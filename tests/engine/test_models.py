@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from specdial.engine.models import Decoder, ModelConfig
+from specdial.engine.models.decoder import ANGLE_ROWS
+from specdial.engine.models.rope import cos_sin
 from specdial.engine.weights import load_model
 from specdial.engine.weights.hf import SafetensorsWeights
 from specdial.kernels.full_attention import full_attention
@@ -216,6 +218,14 @@ def test_float8_weights_are_the_same_in_both_forms(tiny_model, make_attend):
                 torch.testing.assert_close(matrix.values.float() * matrix.scale[:, None], twin, rtol=0, atol=0)
             else:  # out, and the first qkv
                 assert matrix is twin is getattr(original, name)
+
+
+def test_angle_tables_are_those_of_one_piece(tiny_model):
+    decoder = tiny_model("llama").decoder
+    rows = ANGLE_ROWS + 3
+    wanted = cos_sin(torch.arange(rows)[None], decoder._inverse, decoder._attention_factor)  # [1, P, 1, D] each
+    for table, whole in zip(decoder.angles(rows), wanted, strict=True):
+        assert torch.equal(table, whole[0, :, 0, : table.shape[1]])
 
 
 def test_angle_tables_outlive_longer_ones(tiny_model):
