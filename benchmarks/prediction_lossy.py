@@ -5,8 +5,8 @@ at every position; else of a lossless decoding) and probes of partial verificati
 rounds; replay predicts a grid of policies from the train documents; `validate` measures speed, top-1 agreement and KL
 on the test documents by its own protocol. A record a batch, growing from drafter to drafter, holds both predictions:
 held-out, and in-sample, made from the measured documents' own traces. --work keeps every cell's files, and goes on with
-what is there. Probes cannot draft by an EAGLE head: there they draft by lookup. Scoring heads are
-those of --policy, else heads of the middle layer: any will do to test a prediction, not a policy.
+what is there. Scoring heads are those of --policy, else heads of the middle layer: any will do to test a prediction,
+not a policy.
 --small: SmolLM2 on a CPU. --dry: for testing this script, never written.
 
     python3 benchmarks/prediction_lossy.py --model FILE.gguf --prompts prompts.npz --workloads code --out RESULTS.json
@@ -106,9 +106,8 @@ def leave_traces(cell, kind, heads):
     record.run({**common, "policy": drafting, "out": str(out), **dense}, cell.job)
     if kind == "lookup":
         with_lookup(out, cell.trace, cell.job.documents, ngram=drafter_of(kind, a).ngram, k_max=max(a.k))
-    probing = {"drafter": to_plain(drafter_of("lookup", a))} if kind == "eagle" else {}
     kv, named = verification(kind, heads)
-    policy = {**drafting, **probing, "verify_kv": kv, "scoring_heads": named}
+    policy = {**drafting, "verify_kv": kv, "scoring_heads": named}
     probe = {"sources": heads.sources(kind), "budgets": ends(a), "rounds": a.rounds, "places": 1, "k": 4}
     while a.rounds * (probe["k"] + 1) > a.new_tokens:
         probe["k"] -= 1

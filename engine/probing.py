@@ -6,9 +6,14 @@ so all arms are judged at the same committed prefix. As in a lossy decoding, not
 stay those of the place, and keys of later rounds stem from partial attention. Then full verification reads the same
 rows, and the next place is reached in full. In every round the policy's drafter drafts from the keys as they stand.
 
+An EAGLE head reads what each verification leaves: its rows ahead of a place come from full verification, those of a
+probe's later rounds from the arm's own, as in a decoding. Between probes nothing of it has to be saved. A decoding
+makes its last row anew (HeadReader.start), and rows past that, an arm's or drafts', are rewritten before they are read.
+Where a real decoding had partial rounds before, its head keeps their rows uncorrected, which probes do not show.
+
 Cost: an arm takes places x rounds x (k draft steps and one partial verification) a document; full verification takes
-as much once. Leaves out a batch, drafter eagle (whose hidden states come from rounds), and the recall of page_bound,
-which chooses inside the pass. A selection that a drafter keeps for several rounds is chosen anew at every place.
+as much once. Leaves out a batch, trees of drafts, and the recall of page_bound, which chooses inside the pass. A
+selection that a drafter keeps for several rounds is chosen anew at every place.
 """
 
 from dataclasses import dataclass, field
@@ -66,8 +71,10 @@ class Said:
 
 def probe_arms(policy: Policy, probing: Probing) -> list[Policy]:
     """The policies that are probed, one an arm. Raises UserError on what cannot be probed."""
-    if policy.k_max == 0 or any(v.drafter.kind == "eagle" for v in policy.variants()):
-        raise UserError("probes=true takes a policy that drafts, and not by an EAGLE head", "record another policy")
+    if policy.k_max == 0:
+        raise UserError("probes=true takes a policy that drafts", "record another policy")
+    if any(v.drafter.tree is not None for v in policy.variants()):
+        raise UserError("probes=true judges chains, the policy drafts trees", "record a policy without drafter.tree")
     if policy.kv.where != "device":
         raise UserError(f"probes=true reads keys on the device, kv.where is {policy.kv.where}", "set kv.where=device")
     base = policy.verify_kv if policy.verify_kv.mode == "partial" else VerifyKV(mode="partial")
@@ -140,11 +147,15 @@ class _Walk:
         self.width = probing.k + 1
         self._fed = len(s.tokens[0])  # tokens whose keys the draft models have right
         self._at = len(s.tokens[0])
+        self.readers = tuple(s.heads.values())
+        for reader in self.readers:
+            reader.start(probing.k)
 
     def advance(self, n: int) -> None:
         """Move on to a committed length of n, in full."""
+        most = self.width if self.readers else CHUNK_ROWS  # a head has room for the rows of one round
         while self._at < n:
-            self._full_rows(min(CHUNK_ROWS, n - self._at))
+            self._full_rows(min(most, n - self._at))
 
     def partial_rounds(self, arm: Policy, n: int) -> list[Said]:
         """The rounds of one arm from a place on. They leave keys behind it that the next ones overwrite."""
@@ -171,8 +182,11 @@ class _Walk:
                 selection = choose(counts)
             plan = Plan(partial=True, since_full=number + 1, chooses=chooses)
             verification.prepare(plan)
-            block = verification.block(self._block(at, self.width), plan, k=counts, padded=True, rows=True)
+            with s.tapping(decoding.readers):
+                block = verification.block(self._block(at, self.width), plan, k=counts, padded=True, rows=True)
             verification.settled(block, counts + 1)
+            for reader in decoding.readers:
+                reader.take(block, self._block(at + 1, self.width), counts + 1)
             said.append(Said(block.logits[0].clone(), drafts, selection))
         self._hold(n)
         return said
@@ -257,10 +271,15 @@ class _Walk:
             self._recall(layer, q[0, :rows], selections or [], recalled or [])
 
         self._hold(at)
-        block = s.forward_block(
-            self._block(at, rows), padded=True, rows=True, watch=watch if selections is not None else None
-        )
-        s.advance(block, torch.full((1,), rows, device=s.decoder.device))
+        counts = torch.full((1,), rows, device=s.decoder.device)  # [B]
+        with s.tapping(self.readers):
+            block = s.forward_block(
+                self._block(at, rows), padded=True, rows=True, watch=watch if selections is not None else None
+            )
+        for reader in self.readers:
+            reader.take(block, self._block(at + 1, rows), counts)
+            reader.read()  # now, as the next rows may come without a draft
+        s.advance(block, counts)
         self._at = at + rows
         return block.logits[0].clone()
 

@@ -57,6 +57,21 @@ def test_recordings_hold_the_plain_output_and_name_the_head(tiny, tmp_path, batc
         replay_rounds(trace, [policy_from_mapping(other)])
 
 
+def test_probes_are_drafted_by_the_head(tiny, tmp_path):
+    kv = {"mode": "partial", "source": "page_bound", "page": 16, "refresh": "full", "full_period": 3, "budget": 96}
+    probe = {"sources": ["page_bound", "recent"], "budgets": [80, 128], "rounds": 2, "places": 2, "k": 3}
+    settings = {**tiny, "policy": {**tiny["policy"], "verify_kv": kv}, "probes": True, "probe": probe}
+    record.run({**settings, "out": str(tmp_path / "t")})
+    trace = read_trace(tmp_path / "t")
+    assert {(a["verify_kv"]["source"], a["verify_kv"]["refresh"]) for a in trace.meta["probe_arms"]} == {
+        ("page_bound", "full"), ("recent", "round"),
+    }  # fmt: skip
+    rows = trace.probes.to_pylist()
+    assert len(rows) == 2 * 4 * 2 * 2 * 4, "documents, arms, places, rounds, rows"
+    for name in ("draft_match", "full_match"):
+        assert sum(row[name] is not None for row in rows) >= 2 * 4 * 2 * 2, "the first of a round always has a draft"
+
+
 def test_dense_recordings_refuse_a_head(tiny, tmp_path):
     with pytest.raises(UserError, match="dense=true drafts with the target and its own weights"):
         record.run({**tiny, "dense": True, "out": str(tmp_path / "t")})

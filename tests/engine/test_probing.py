@@ -21,6 +21,7 @@ KV = {"budget": 40, "sink": 2, "recent": 8, "window": 16}
 LOSSLESS = policy_from_mapping({"controller": {"kind": "fixed", "k": 3}, "draft_kv": KV})
 TINY = Probing(sources=("history", "recent"), budgets=(16, 4096), rounds=2, places=3, k=3)
 LOOKUP = {"drafter": {"kind": "lookup"}, "controller": {"kind": "fixed", "k": 3}}
+TREES = {"kind": "eagle", "model": "head", "tree": {"width": 2}}
 SMALL = {"mode": "partial", "sink": 2, "recent": 6}
 
 
@@ -117,6 +118,10 @@ def test_record_files_arms_beside_the_policy_itself(tiny_checkpoint, shared, tmp
         ({"probe": {"sources": ["magic"]}}, "probe.sources holds 'magic'; name some of history"),
         ({"probe": {"budgets": [8]}}, "smaller than sink"),
         ({"policy": {**LOOKUP, "kv": {"where": "host"}}}, "probes=true reads keys on the device"),
+        (
+            {"policy": {**LOOKUP, "drafter": TREES}},
+            "probes=true judges chains, the policy drafts trees; record a policy",
+        ),
     ],
 )
 def test_what_cannot_be_probed_is_refused(shared, tmp_path, change, says):
