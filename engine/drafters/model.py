@@ -22,7 +22,14 @@ from specdial.engine.sequences import Sequences
 from specdial.kernels import Backend
 from specdial.kernels.full_attention import full_attention
 from specdial.kernels.head_scores import head_scores
-from specdial.kernels.sparse_attention import HEAD_DIMS, SparseWorkspace, sparse_attention, workspace_for
+from specdial.kernels.rope_cache import rope_and_cache
+from specdial.kernels.sparse_attention import (
+    HEAD_DIMS,
+    SparseWorkspace,
+    rotate_and_attend,
+    sparse_attention,
+    workspace_for,
+)
 from specdial.policies.drafting import WINDOW_SINK, DraftKV
 from specdial.policies.errors import UserError
 
@@ -166,7 +173,16 @@ class ModelDraft:
                 return chosen(layer, q)
             return full_attention(q, *own.cache.view(layer, self.width), lengths, backend=own.backend)[0]
 
-        logits = own.forward_rows(known(fed, own), lengths, attend)[:, -1]  # [B, V of the companion]
+        def attend_unrotated(layer: int, qkv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+            assert recent is not None
+            keys = own.cache.layer(layer)
+            if kept is None or layer not in kept.heads:
+                return recent.rotate_and_attend(qkv, *keys, cos=cos, sin=sin)
+            q = rope_and_cache(qkv, lengths, *keys, cos=cos, sin=sin, backend=own.backend)  # for the scoring heads
+            return attend(layer, q)
+
+        whole = attend_unrotated if recent is not None and fed.shape[1] == 1 else None
+        logits = own.forward_rows(known(fed, own), lengths, attend, attend_unrotated=whole)[:, -1]
         return propose(of_width(logits, s.decoder.config.vocab), s.backend)
 
 
@@ -198,6 +214,13 @@ class Recent:
         return sparse_attention(
             q, keys, values, self.indices, self.counts, tail_start=self.lengths, lengths=self.lengths,
             backend=self.backend, workspace=self.workspace,
+        )  # fmt: skip
+
+    def rotate_and_attend(self, qkv: Tensor, keys: Tensor, values: Tensor, *, cos: Tensor, sin: Tensor) -> Tensor:
+        """The same for one token a sequence, of qkv [B, 1, (H + 2 Hk) D], which is rotated and cached first."""
+        return rotate_and_attend(
+            qkv, keys, values, self.indices, self.counts, cos=cos, sin=sin, tail_start=self.lengths,
+            lengths=self.lengths, backend=self.backend, workspace=self.workspace,
         )  # fmt: skip
 
 

@@ -15,6 +15,7 @@ KV = {"budget": 64, "sink": 2, "recent": 16}
 DRAFTERS = {
     "lookup": {"drafter": {"kind": "lookup"}},
     "model": {"drafter": {"kind": "model", "model": "draft"}},
+    "windowed": {"drafter": {"kind": "model", "model": "draft", "window": 40}},
     "paged": {"drafter": {"kind": "model", "model": "draft", "budget": 96}},
     "quest": {"drafter": {"kind": "quest"}, "draft_kv": {**KV, "page": 16}},
     "streaming": {"draft_kv": {"budget": 40, "sink": 4, "recent": 36, "refresh_rounds": 0}},
