@@ -6,7 +6,7 @@ hidden states of what it committed in `waiting` buffers; the next round's first 
 its output at the last row gives the first draft. Rounds that do not draft read them too, so that nothing piles up.
 
 Everything after prefill is a pass over device buffers that stay where they are. Where no token is committed, as while
-passes are practised, the buffers keep what they hold. Leaves out who asks when (loop, drafters/eagle).
+passes are practised, the buffers keep what they hold. Leaves out who asks when (loop, probing, drafters/eagle).
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ from specdial.engine.eagle_attention import unrolled_attention
 from specdial.engine.eagle_trainer import Optimisation, Trainer
 from specdial.engine.eagle_training import Unrolling, new_head, read_text
 from specdial.engine.loop import Decoding
+from specdial.engine.probing import Probing, probe_arms, record_probes
 from specdial.engine.sampling import Sampling
 from specdial.engine.sequences import Sequences
 from specdial.engine.weights import load_model
@@ -80,6 +81,24 @@ def test_lossless_on_cuda_and_the_same_drafts_again(tiny_checkpoint, controller,
     assert sum(int(r.k.sum()) for r in rounds) > 0
     again = decode(s, eagle(controller, tree))[1]
     assert [r.drafts.tolist() for r in again] == [r.drafts.tolist() for r in rounds]
+
+
+def test_probes_between_captured_decodings(tiny_checkpoint):
+    """Over every page they say what full verification says, and the graphs captured before go on as they did."""
+    decoder = target(tiny_checkpoint, "float32")
+    s = Sequences(decoder, 300, 1, history=None, backend="triton", heads={"head": untrained(decoder)})
+    s.prefill(PROMPTS[1:2], [60])
+    some = Probing(sources=("page_bound", "recent"), budgets=(64, 4096), rounds=3, places=2, k=3)
+    arms = probe_arms(eagle(FIXED, verify_kv={**ALL_PAGES, "refresh": "full"}), some)
+    for policy in (eagle(FIXED), eagle({"kind": "fixed", "k": some.k}, verify_kv=ALL_PAGES)):
+        (text,), rounds = decode(s, policy)
+        found = record_probes(s, text, arms, some)
+        whole = [kl for kl, arm in zip(found["kl_nats"], found["arm"]) if arm in (2, 4)]
+        assert len(whole) == 2 * some.places * some.span_tokens
+        assert max(whole) < 1e-4 < max(found["kl_nats"])
+        again = decode(s, policy)
+        assert again[0] == [text]
+        assert [r.drafts.tolist() for r in again[1]] == [r.drafts.tolist() for r in rounds]
 
 
 @pytest.mark.parametrize("tree", [None, {"width": 10, "nodes": 60}])
