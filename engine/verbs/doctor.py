@@ -27,6 +27,7 @@ from specdial.engine.weights import resolve
 from specdial.engine.weights.wheel import WHEELS, cache_dir
 from specdial.policies.artifact import provenance, write_json_atomic
 from specdial.policies.console import table_console
+from specdial.policies.errors import UserError
 from specdial.policies.fields import parse, setting, to_plain
 
 SCHEMA = "specdial/doctor/1"
@@ -65,7 +66,7 @@ def run(settings: Mapping[str, Any]) -> dict[str, Any]:
     free = free_bytes(device)
     checks = [
         _python(),
-        *_packages(metadata.requires("specdial") or []),
+        *_packages(_requirements()),
         _gpu(Path("/")),
         _memory(device, free),
         *_disk(Path(s.disk), s.needed_disk_bytes),
@@ -85,6 +86,14 @@ def run(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 def _python() -> Check:
     return Check("python", f"{platform.python_version()}, {sys.platform}-{platform.machine()}")
+
+
+def _requirements() -> list[str]:
+    """What specdial declares. Raises UserError where it runs from a folder that was never installed."""
+    try:
+        return metadata.requires("specdial") or []
+    except metadata.PackageNotFoundError:
+        raise UserError("specdial is not installed, so what it needs is not known", "pip install -e .") from None
 
 
 def _packages(requirements: list[str]) -> list[Check]:

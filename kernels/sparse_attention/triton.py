@@ -8,8 +8,7 @@ unpipelined, and so would anything but an address that depends on them. When the
 partial result and the last of a head's programs to arrive merges them: no second launch.
 
 ROTATE is a drafted token's whole attention, T 1: its query, key and value come as the product left them, are rotated
-here, and the last program of a head writes key and value, and starts its sum with them. All other keys are older than
-that product, so with EARLY the first tile is read while it still runs.
+here, and the last program of a head writes key and value, and starts its sum with them.
 """
 
 from dataclasses import dataclass
@@ -25,44 +24,26 @@ from specdial.kernels.sparse_attention.workspace import SparseWorkspace
 LOG2_E = 1.4426950408889634
 PROGRAMS = 132  # one a multiprocessor: a tile pipeline fills most of its shared memory
 MAX_SPLITS = 16
-SHARE_MULTIPLE = tl.constexpr(16)  # keys: of a program's share of the list
 
 
 @dataclass(frozen=True, slots=True)
 class SparseConfig:
-    """Launch shape: query rows and keys per tile, programs per head, warps, pipeline stages.
-
-    early: a drafted token's first tile is read into registers before the wait; of no meaning for other calls.
-    """
+    """Launch shape: query rows and keys per tile, programs per head, warps, pipeline stages."""
 
     block_m: int
     block_n: int
     splits: int
     warps: int
     stages: int
-    early: bool = False
 
 
 @triton.jit
-def _turned(x, other, d, cos, sin, D: tl.constexpr):
-    """Heads x [M, D], rotated, in their dtype: channel i turns with i + D / 2. other: channels (d + D / 2) % D."""
-    side = tl.where(d < D // 2, -1.0, 1.0)[None, :]
-    wide = x.to(tl.float32) * cos[None, :] + side * other.to(tl.float32) * sin[None, :]
-    return wide.to(x.dtype)
-
-
-@triton.jit
-def _absorbed(queries, keys, values, seen, scale, maximum, mass, acc, PRECISION: tl.constexpr):
-    """(maximum, mass, acc) with one more tile of keys and values [N, D], seen [M, N]: which of them a row may see."""
-    logits = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * scale
-    logits = tl.where(seen, logits, float("-inf"))  # [M, N]
-    new_maximum = tl.maximum(maximum, tl.max(logits, axis=1))
-    shift = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)  # no key seen yet: keep -inf - -inf out
-    weights = tl.exp2(logits - shift[:, None])
-    decay = tl.exp2(maximum - shift)
-    mass = mass * decay + tl.sum(weights, axis=1)
-    acc = tl.dot(weights.to(values.dtype), values, acc * decay[:, None], input_precision=PRECISION)
-    return new_maximum, mass, acc
+def _rotated(rows, d, cos, sin, D: tl.constexpr):
+    """Heads at pointers `rows` [M, 1], rotated: channel i turns with i + D / 2. [M, D] in their dtype."""
+    x = tl.load(rows + d[None, :]).to(tl.float32)
+    other = tl.load(rows + ((d + D // 2) % D)[None, :]).to(tl.float32)
+    turned = x * cos[None, :] + tl.where(d < D // 2, -1.0, 1.0)[None, :] * other * sin[None, :]
+    return turned.to(rows.dtype.element_ty)
 
 
 @triton.jit
@@ -71,7 +52,7 @@ def _sparse_attention(
     stride_qb, stride_qt, stride_qh, stride_kb, stride_kh, stride_ks, stride_ib, stride_ih, stride_cb, stride_ch,
     stride_angle, scale, Hk, S, P, T: tl.constexpr, G: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, ROW_BLOCKS: tl.constexpr, STAGES: tl.constexpr,
-    PRECISION: tl.constexpr, FRESH: tl.constexpr, ROTATE: tl.constexpr, EARLY: tl.constexpr, TREE: tl.constexpr,
+    PRECISION: tl.constexpr, FRESH: tl.constexpr, ROTATE: tl.constexpr, TREE: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL and FRESH:
@@ -88,9 +69,9 @@ def _sparse_attention(
     total = selected + length - start + T  # keys of the list
     if ROTATE:
         total -= 1  # the new one is in no cache yet
-    share = tl.cdiv(tl.cdiv(total, SPLITS), SHARE_MULTIPLE) * SHARE_MULTIPLE
-    first = split * share
-    last = tl.minimum(first + share, total)
+    tiles = tl.cdiv(tl.cdiv(total, BLOCK_N), SPLITS)
+    first = split * tiles * BLOCK_N
+    last = tl.minimum(first + tiles * BLOCK_N, total)
 
     d = tl.arange(0, D)
     k += b * stride_kb + h * stride_kh
@@ -100,18 +81,11 @@ def _sparse_attention(
         angle = tl.minimum(tl.maximum(length, 0), P - 1).to(tl.int64) * stride_angle + d % (D // 2)
         turn_cos, turn_sin = tl.load(cos + angle), tl.load(sin + angle)
     ahead = tl.load(indices + (first + lane) // PAGE, mask=first + lane < selected, other=0)
-    slot = first + lane
-    if EARLY:
-        position = tl.where(slot < selected, ahead * PAGE + slot % PAGE, start + slot - selected)
-        rows = (position * stride_ks)[:, None] + d[None, :]
-        ahead = tl.load(indices + (slot + BLOCK_N) // PAGE, mask=slot + BLOCK_N < selected, other=0)
-        first_keys = tl.load(k + rows, mask=(slot < last)[:, None], other=0.0)  # [N, D]
-        first_values = tl.load(v + rows, mask=(slot < last)[:, None], other=0.0)
     if PDL and not FRESH:  # the selection and its keys are older than the kernel before this one
-        if not EARLY and k.dtype.element_ty.primitive_bitwidth == 16:
+        if k.dtype.element_ty.primitive_bitwidth == 16:
             line = tl.arange(0, D // 64) * 64
-            place = ((ahead * PAGE + slot % PAGE) * stride_ks)[:, None] + line[None, :]
-            wanted = (slot < selected)[:, None] & (line[None, :] >= 0)
+            place = ((ahead * PAGE + (first + lane) % PAGE) * stride_ks)[:, None] + line[None, :]
+            wanted = (first + lane < selected)[:, None] & (line[None, :] >= 0)
             prefetch_lines(k + place, wanted)
             prefetch_lines(v + place, wanted)
         await_previous()
@@ -122,23 +96,20 @@ def _sparse_attention(
     t = row // G
     if ROTATE:  # rows past the group read the token's first head, which is there
         head, t = tl.where(row_used, head, 0), tl.zeros_like(t)
-    q_rows = (q + b * stride_qb + t * stride_qt + head * stride_qh)[:, None]
-    if ROTATE:  # asked for together, so that one wait serves all
-        other_d = (d + D // 2) % D
-        own = q + b * stride_qb + (Hk * G + h) * D  # heads of q, then of k, then of v
-        straight, crossed = tl.load(q_rows + d[None, :]), tl.load(q_rows + other_d[None, :])  # [M, D]
-        own_key, own_crossed = tl.load(own + d), tl.load(own + other_d)
-        value = tl.load(own + Hk * D + d)
-        queries = _turned(straight, crossed, d, turn_cos, turn_sin, D)
-        key = _turned(own_key[None, :], own_crossed[None, :], d, turn_cos, turn_sin, D)  # [1, D]
+    q_rows = q + b * stride_qb + t * stride_qt + head * stride_qh
+    if ROTATE:
+        queries = _rotated(q_rows[:, None], d, turn_cos, turn_sin, D)
     else:
-        queries = tl.load(q_rows + d[None, :], mask=row_used[:, None], other=0.0)  # [M, D]
-    limit = tl.minimum(total - T + 1 + row // G, last)  # [M]
+        queries = tl.load(q_rows[:, None] + d[None, :], mask=row_used[:, None], other=0.0)  # [M, D]
+    limit = total - T + 1 + row // G  # [M]
 
     maximum = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total_mass = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, D], tl.float32)
     if ROTATE:  # a sum that starts with the new key, in one of the programs
+        own = q + b * stride_qb + (Hk * G + h) * D  # heads of q, then of k, then of v
+        key = _rotated((own + tl.zeros([1], tl.int32))[:, None], d, turn_cos, turn_sin, D)  # [1, D]
+        value = tl.load(own + Hk * D + d)
         own_slot = tl.zeros([D], tl.int64) + length
         written_here = (own_slot >= 0) & (own_slot < tl.where(split == SPLITS - 1, S, 0))
         tl.store(k + own_slot * stride_ks + d, tl.reshape(key, [D]), mask=written_here)
@@ -147,29 +118,31 @@ def _sparse_attention(
             maximum = tl.sum(queries.to(tl.float32) * key.to(tl.float32), axis=1) * scale  # [M]
             total_mass += 1.0
             acc += value.to(tl.float32)[None, :]
-    if EARLY:
-        seen = slot[None, :] < limit[:, None]
-        maximum, total_mass, acc = _absorbed(
-            queries, first_keys, first_values, seen, scale, maximum, total_mass, acc, PRECISION
-        )
-        first += BLOCK_N
     for tile in tl.range(first, last, BLOCK_N, num_stages=STAGES):
         slot = tile + lane
         chosen = ahead * PAGE + slot % PAGE
         ahead = tl.load(indices + (slot + BLOCK_N) // PAGE, mask=slot + BLOCK_N < selected, other=0)
         position = tl.where(slot < selected, chosen, start + slot - selected)
         rows = (position * stride_ks)[:, None] + d[None, :]  # int32: one head's keys stay below 2**31 elements
-        written = (slot < last)[:, None]
+        written = (slot < total)[:, None]
         keys = tl.load(k + rows, mask=written, other=0.0)  # [N, D]
         values = tl.load(v + rows, mask=written, other=0.0)
+        logits = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * scale
         if TREE:
             in_block = slot - (total - T)  # [N]
             asked = row_used[:, None] & ((in_block >= 0) & (in_block < T))[None, :]
-            marked = tl.load(ancestors + b * T * T + (row // G * T)[:, None] + in_block[None, :], mask=asked, other=0)
-            seen = (slot < last)[None, :] & ((in_block < 0)[None, :] | (marked != 0))  # [M, N]
+            seen = tl.load(ancestors + b * T * T + (row // G * T)[:, None] + in_block[None, :], mask=asked, other=0)
+            logits = tl.where((in_block < 0)[None, :] | (seen != 0), logits, float("-inf"))  # [M, N]
         else:
-            seen = slot[None, :] < limit[:, None]  # [M, N]
-        maximum, total_mass, acc = _absorbed(queries, keys, values, seen, scale, maximum, total_mass, acc, PRECISION)
+            logits = tl.where(slot[None, :] < limit[:, None], logits, float("-inf"))  # [M, N]
+        new_maximum = tl.maximum(maximum, tl.max(logits, axis=1))
+        shift = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)  # no key seen yet: keep -inf - -inf out
+        weights = tl.exp2(logits - shift[:, None])
+        decay = tl.exp2(maximum - shift)
+        total_mass = total_mass * decay + tl.sum(weights, axis=1)
+        acc = acc * decay[:, None]
+        acc = tl.dot(weights.to(values.dtype), values, acc, input_precision=PRECISION)
+        maximum = new_maximum
 
     out_rows = out + ((b * T + row // G) * Hk * G + head) * D
     if SPLITS == 1:
@@ -256,8 +229,7 @@ def sparse_attention_triton(
         D**-0.5 * LOG2_E, Hk, k_cache.shape[2], cos.shape[0], T=T, G=G, D=D, PAGE=page, BLOCK_M=config.block_m,
         BLOCK_N=config.block_n, SPLITS=config.splits, ROW_BLOCKS=row_blocks, STAGES=config.stages,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32", FRESH=fresh,
-        ROTATE=angles is not None, EARLY=config.early and angles is not None, TREE=ancestors is not None,
-        num_warps=config.warps, **launch_options(q.device),
+        ROTATE=angles is not None, TREE=ancestors is not None, num_warps=config.warps, **launch_options(q.device),
     )  # fmt: skip
     return out
 
@@ -269,7 +241,7 @@ def plan(pairs: int, rows: int, keys: int, dtype: torch.dtype, *, tree: bool = F
     tree: with ancestors, whose mask would spill many rows' registers with 4 warps; the workspace is the same.
     """
     if dtype == torch.float32:  # for checking, not for speed: larger tiles or a merge would spill
-        return SparseConfig(block_m=16, block_n=32, splits=1, warps=8, stages=2)
+        return SparseConfig(block_m=16, block_n=32, splits=1, warps=4, stages=2)
     block_m = min(64, max(16, triton.next_power_of_2(rows)))
     room = max(1, PROGRAMS // (pairs * triton.cdiv(rows, block_m)))
     few_splits = 2 <= room <= 4  # smaller tiles were faster there

@@ -1,6 +1,7 @@
 """`doctor`: every kernel is tried, wrong ones are caught, and what falls short says what to change."""
 
 import json
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 
 from specdial.engine import self_test
 from specdial.engine.verbs import doctor
+from specdial.policies.errors import UserError
 
 ROOT = Path(__file__).parents[2]
 
@@ -87,6 +89,15 @@ def test_packages_missing_old_and_optional():
         "nowhere-to-be-found": ("fail", "pip install 'nowhere-to-be-found>=1'"),
         "absent-too": ("note", "pip install 'absent-too>=5.24', for report"),
     }
+
+
+def test_a_folder_that_was_never_installed(monkeypatch):
+    def unknown(name):
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(doctor.metadata, "requires", unknown)
+    with pytest.raises(UserError, match=r"specdial is not installed.*pip install -e"):
+        doctor.run({"hardware": {"device": "cpu"}})
 
 
 def test_models_that_are_yet_to_be_fetched(tmp_path):

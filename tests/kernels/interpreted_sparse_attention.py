@@ -124,9 +124,9 @@ def test_a_workspace_made_for_the_shapes_is_enough_and_reusable() -> None:
 @pytest.mark.parametrize(("G", "D", "page", "drafted", "dtype"), [
     (6, 128, 16, 9, torch.float32), (1, 64, 1, 0, torch.float32), (3, 64, 4, 2, torch.float16),
 ])  # fmt: skip
-@pytest.mark.parametrize(("splits", "early"), [(1, False), (3, True)])
+@pytest.mark.parametrize("splits", [1, 3])
 def test_a_drafted_token_is_rotated_cached_and_attended_to_in_one_launch(
-    G: int, D: int, page: int, drafted: int, dtype: torch.dtype, splits: int, early: bool
+    G: int, D: int, page: int, drafted: int, dtype: torch.dtype, splits: int
 ) -> None:
     call = problem(G=G, D=D, keys=70, budget=3 if page > 1 else 30, page=page, drafted=drafted)
     B, Hk, S, _ = call["k_cache"].shape
@@ -141,7 +141,7 @@ def test_a_drafted_token_is_rotated_cached_and_attended_to_in_one_launch(
     want = rotate_and_attend(
         call["qkv"], *caches["reference"], call["indices"], call["counts"], backend="reference", **tables, **where
     )
-    config = SparseConfig(block_m=16, block_n=16, splits=splits, warps=4, stages=2, early=early)
+    config = SparseConfig(block_m=16, block_n=16, splits=splits, warps=4, stages=2)
     got = sparse_attention_triton(
         call["qkv"].view(B, 1, -1, D), *caches["triton"], call["indices"], call["counts"], config=config,
         angles=(tables["cos"], tables["sin"]), **where,

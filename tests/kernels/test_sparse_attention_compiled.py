@@ -98,7 +98,7 @@ def test_sparse_attention_neither_spills_nor_waits_for_the_tile_it_just_asked_fo
         "T": T, "G": G, "D": D, "PAGE": page, "BLOCK_M": config.block_m, "BLOCK_N": config.block_n,
         "SPLITS": config.splits, "ROW_BLOCKS": -(-T * G // config.block_m), "STAGES": config.stages,
         "PRECISION": "ieee" if dtype == "fp32" else "tf32", "FRESH": False,
-        "ROTATE": form == "ROTATE", "EARLY": form == "ROTATE" and config.early, "TREE": form == "TREE", "PDL": True,
+        "ROTATE": form == "ROTATE", "TREE": form == "TREE", "PDL": True,
     }  # fmt: skip
     built = compile_for_h200(
         sparse._sparse_attention, {"Hk", "S", "P"}, constants, {"num_warps": config.warps}, f"*{dtype}", tmp_path
