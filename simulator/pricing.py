@@ -169,14 +169,18 @@ def rows_for(costs: CostModel, most: int) -> Floats:
 
 
 def tabulate_refresh(costs: CostModel, setting: Setting, batch: int, knots: Floats, rows: Floats) -> RefreshTable:
-    """Price every (rows, knot) of what a lossy policy's full rounds recompute; nothing is recomputed for nothing."""
+    """Price every (rows, knot) of what a lossy policy's full rounds recompute; nothing is recomputed for nothing.
+
+    In front of the rows of as many drafts as the setting has: in these measurements the place of a budget.
+    """
+    drafts = setting.k_max if setting.whole_k is None else setting.whole_k
     shape = len(rows), len(knots)
     cost_us, extrapolated, reason = np.zeros(shape), np.zeros(shape, np.bool_), None
     for r, wanted in enumerate(rows.tolist()):
         for i, context in enumerate(knots.tolist() if wanted else ()):
             try:
                 cost_us[r, i], extrapolated[r, i] = costs.at(
-                    "refresh", context, batch, round(wanted), 0, setting.drafter, source=setting.source
+                    "refresh", context, batch, round(wanted), drafts, setting.drafter, source=setting.source
                 )
             except CostRefusedError as error:
                 reason = reason or str(error)

@@ -75,7 +75,7 @@ class Bench:
             samples = full
             if plan.source:
                 verified = {key: values for key, values in full.items() if key[0] in ("verify", "host", "transfer")}
-                samples = _apart({**verified, **partial[plan.source]}, max(self.settings.ks), chosen=not plan.keeps)
+                samples = _apart({**verified, **partial[plan.source]}, chosen=not plan.keeps)
             rows += [self._row(plan.source, key, context, values) for key, values in samples.items()]
         return rows
 
@@ -157,15 +157,14 @@ class Bench:
                     self._add_drafts(found, r, k, draft_budget)
                 if k == max(self.settings.ks):
                     found.setdefault(("select_partial", 0, keys), []).append(self._choice_us(policy, k))
-        for rows, policy in plan.refresh.items():
-            k = max(self.settings.ks)
+        for (rows, k), policy in plan.refresh.items():
             period = policy.verify_kv.full_period
             last = self._rounds(context, policy, period, synthetic=(1.0,), first=0)
             if len(last) < period or min(int(r.k.min()) for r in last) < k:
                 continue
             if self.sequences.cache.on_gpu:
                 rows = round_up(rows, CUDA_RECOMPUTED_MULTIPLE)
-            found.setdefault(("refresh", rows, 0), []).append(
+            found.setdefault(("refresh", rows, k), []).append(
                 last[-1].verify_us - (last[-1].exposed_us or 0.0) + last[-1].host_us
             )
 
@@ -264,8 +263,8 @@ def _choose_pages(s: Sequences, policy: Policy, k: int) -> None:
         )  # fmt: skip
 
 
-def _apart(samples: Samples, most: int, *, chosen: bool) -> Samples:
-    """Samples with the terms of partial verification apart. most: the k of rounds that recompute rows.
+def _apart(samples: Samples, *, chosen: bool) -> Samples:
+    """Samples with the terms of partial verification apart. Of rounds that recompute rows the last place is their k.
 
     chosen: the partial rounds that were timed chose their keys.
     """
@@ -275,6 +274,6 @@ def _apart(samples: Samples, most: int, *, chosen: bool) -> Samples:
         if op == "verify_partial" and chosen:
             less = float(np.median(samples["select_partial", 0, budget]))
         if op == "refresh":
-            less = float(np.median(samples["verify", most, 0]) + np.median(samples["host", most, 0]))
+            less = float(np.median(samples["verify", budget, 0]) + np.median(samples["host", budget, 0]))
         taken[op, k, budget] = [max(value - less, 0.0) for value in values]
     return taken

@@ -56,7 +56,8 @@ class Plan:
     """What to time of one drafter: a policy for every (k, budget); the only budget is 0 where it reads no selection.
 
     source: the label of its partial verification, "" for none. partial: a policy for every (k, budget, verified keys),
-    never corrected. refresh: policies whose last round of a period recomputes so many rows; each is a period long.
+    never corrected. refresh: by (rows, k), policies whose last round of a period recomputes so many rows in front of
+    those of k drafts; each is a period long.
     """
 
     drafter: Drafter
@@ -64,7 +65,7 @@ class Plan:
     policies: dict[tuple[int, int], Policy]
     source: str = ""
     partial: dict[tuple[int, int, int], Policy] = field(default_factory=dict)
-    refresh: dict[int, Policy] = field(default_factory=dict)
+    refresh: dict[tuple[int, int], Policy] = field(default_factory=dict)
 
     @property
     def all_policies(self) -> list[Policy]:
@@ -131,7 +132,6 @@ def _check_partial(s: Settings) -> None:
 
 def _partial(s: Settings, plan: Plan, source: str) -> Plan:
     """The same drafter with a partial verification beside its full ones: by lookahead, of drafts alone."""
-    most = max(s.ks)
     ks = [k for k in s.ks if k or source not in LOOKAHEAD]
     budgets = s.verify_budgets or (s.verify_kv.keys.budget,)
 
@@ -140,8 +140,12 @@ def _partial(s: Settings, plan: Plan, source: str) -> Plan:
         return _policy(s, plan.drafter, k, budget, verify_kv=kv, scoring_heads=heads_used(s.scoring_heads, source))
 
     partial = {(k, b, keys): policy(k, b, keys, 0) for k in ks for b in plan.budgets for keys in budgets}
-    rounds = sorted({max(round(rows / (most + 1)), 1) for rows in s.refresh_rows})  # partial ones before each full one
-    refresh = {n * (most + 1): policy(most, plan.budgets[0], budgets[0], n + 1) for n in rounds}
+    # A wide verification takes its rows in tiles: what more rows add depends on how many there are without them.
+    refresh = {
+        (n * (k + 1), k): policy(k, plan.budgets[0], budgets[0], n + 1)
+        for k in s.ks if k
+        for n in sorted({max(round(rows / (k + 1)), 1) for rows in s.refresh_rows})  # partial rounds before a full one
+    }  # fmt: skip
     one = next(iter(refresh.values()))
     return Plan(
         plan.drafter, plan.budgets, plan.policies, source_label(one.verify_kv, one.scoring_heads), partial, refresh

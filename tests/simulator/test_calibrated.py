@@ -98,7 +98,7 @@ def test_partial_verification_is_timed_term_by_term(settings, tiny_checkpoint):
         places = {op: {(r["k"], r["budget"]) for r in mine if r["op"] == op} for op in {r["op"] for r in mine}}
         assert places["verify_partial"] == {(k, keys) for k in (0, 2) for keys in (32, 48)}
         assert places["select_partial"] == {(0, 32), (0, 48)}
-        assert places["refresh"] == {(3, 0), (6, 0)}
+        assert places["refresh"] == {(3, 2), (6, 2)}
         assert places["verify"] == places["host"] == places["host_partial"] == {(0, 0), (2, 0)}
         assert places["draft"] == {(0, 40)}
         assert all(row["median_us"] > 0.0 for row in mine if row["op"] not in ("refresh", "verify_partial"))

@@ -32,7 +32,7 @@ PARTIAL_US = {"verify_partial": 400.0, "select_partial": 30.0, "host_partial": 7
 def priced(op, context, k, budget):
     """The made-up machine of simulator.synthetic, and what partial verification takes on it."""
     if op == "refresh":
-        return 11.0 * k + 0.01 * context
+        return 11.0 * k * (1.0 + 0.1 * budget) + 0.01 * context  # there the place of the round's own drafts
     if op in PARTIAL_US:
         return PARTIAL_US[op] + (2.0 * k + 0.5 * budget if op == "verify_partial" else 0.0)
     return cost_us(op, context, 1, k, budget)
@@ -45,7 +45,7 @@ def cost_rows():
         places = {op: [(k, 0) for k in (0, 8)] for op in ("verify", "host", "host_partial")}
         places |= {"verify_partial": [(k, b) for k in (0, 8) for b in BUDGETS]}
         places |= {op: [(0, b) for b in (64, 128, 256)] for op in ("draft", "select", "select_partial")}
-        places |= {"refresh": [(4, 0), (32, 0)], "plain": [(0, 0)]}
+        places |= {"refresh": [(rows, drafts) for rows in (4, 32) for drafts in (2, 4, 8)], "plain": [(0, 0)]}
         for op, pairs in places.items():
             for k, budget in pairs:
                 row = dict.fromkeys(COSTS.names, 0) | {"op": op, "source": "history", "drafter": "sparse_self"}
@@ -127,7 +127,7 @@ def test_a_lossy_policy_costs_its_rounds_and_their_corrections(record, lossy_cos
             if full:
                 expected["verify"] += priced("verify", context, k, 0)
                 expected["host"] += priced("host", context, k, 0)
-                expected["refresh"] += priced("refresh", context, uncorrected, 0)
+                expected["refresh"] += priced("refresh", context, uncorrected, k)
             else:
                 expected["verify_partial"] += priced("verify_partial", context, k, 64)
                 expected["select"] += priced("select_partial", context, 0, 64)

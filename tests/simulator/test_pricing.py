@@ -94,7 +94,7 @@ def test_a_policy_that_never_drafts_costs_plain_steps():
 
 def test_corrections_cost_by_rows_and_nothing_for_none():
     table = tabulate_refresh(Made(), FULL, 2, KNOTS, np.array([0.0, 3.0, 8.0]))
-    eight = [price("refresh", c, 2, 8, 0, "quest", "history") for c in KNOTS]
+    eight = [price("refresh", c, 2, 8, FULL.k_max, "quest", "history") for c in KNOTS]
     assert table.cost_us.tolist() == [[0.0, 0.0], [0.0, 0.0], eight]
     assert table.extrapolated.tolist() == [[False, False], [False, False], [False, True]]
     assert table.reason == "refresh at 100"
