@@ -12,7 +12,7 @@ the records, which time nothing that a prediction uses, so that other work may r
 
 What separates held-out from in-sample errors is chance: a fixed k of 8 emits 6 tokens a round give or take 3, and its
 mean differs between documents by a fifth (docs/method.md). So --small measures many short documents once rather than
-few of them often, one validation a document (--part), the policies' order moving on from one to the next. --out holds
+few of them often, six documents a validation (--part), the policies' order moving on from one to the next. --out holds
 what is known after each; after --minutes none is begun, so when to stop is the clock's choice alone.
 
     python3 benchmarks/prediction.py --model FILE.gguf --prompts prompts.npz --workloads code --out RESULTS.json
@@ -44,7 +44,7 @@ from specdial.policies.errors import UserError
 FULL = {"id": "S3", "contexts": [8000], "batches": [1, 16], "train": 16, "test": 16, "singles": 2, "new_tokens": 64}
 FULL |= {"budgets": [256, 512], "page": 16, "repeats": 3, "calibrations": 5, "part": 0, "own": 0, "minutes": 0.0}
 SMALL = FULL | {"id": "S2", "contexts": [512], "batches": [1], "train": 44, "test": 36, "singles": 36, "new_tokens": 24}
-SMALL |= {"budgets": [128, 256], "page": 1, "repeats": 1, "calibrations": 9, "part": 1, "own": 4}
+SMALL |= {"budgets": [128, 256], "page": 1, "repeats": 1, "calibrations": 9, "part": 6, "own": 6}
 DRY = SMALL | {"id": "dry", "contexts": [300], "batches": [1, 2], "train": 2, "test": 2, "new_tokens": 12}
 DRY |= {"calibrations": 3, "own": 0}
 LEFT_DOCUMENTS, LEFT_BYTES = 3, 140_000  # of a trace left for the tests, meta.json not counted

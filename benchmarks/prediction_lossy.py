@@ -45,7 +45,7 @@ FULL = {"id": "L", "contexts": [8000], "batches": [1, 16], "train": 16, "test": 
 FULL |= {"budgets": [512, 1024, 2048], "periods": [2, 4, 8, 16, 0], "k": [2, 4, 8], "policies": 24, "repeats": 3}
 FULL |= {"refresh": [8, 32, 96], "calibrations": 3, "probed": 4, "rounds": 6, "drafters": ["sparse_self", "lookup"]}
 SMALL = FULL | {"id": "L-small", "contexts": [512], "batches": [1], "train": 6, "test": 3, "singles": 3}
-SMALL |= {"new_tokens": 32, "budgets": [64, 128, 256], "policies": 12, "probed": 4, "rounds": 4, "refresh": [8, 32]}
+SMALL |= {"new_tokens": 32, "budgets": [64, 128, 256], "policies": 12, "probed": 4, "rounds": 3, "refresh": [8, 32]}
 SMALL |= {"drafters": ["sparse_self"], "k": [2, 4]}  # short texts give lookup few drafts
 DRY = SMALL | {"id": "dry", "contexts": [300], "train": 2, "test": 2, "singles": 2, "new_tokens": 12, "policies": 3}
 DRY |= {"repeats": 1, "calibrations": 3, "budgets": [192], "k": [2], "probed": 2, "rounds": 2, "refresh": [3, 9]}
@@ -108,9 +108,10 @@ def leave_traces(cell, kind, heads):
         with_lookup(out, cell.trace, cell.job.documents, ngram=drafter_of(kind, a).ngram, k_max=max(a.k))
     kv, named = verification(kind, heads)
     policy = {**drafting, "verify_kv": kv, "scoring_heads": named}
-    probe = {"sources": heads.sources(kind), "budgets": ends(a), "rounds": a.rounds, "places": 1, "k": 4}
+    probe = {"sources": heads.sources(kind), "budgets": ends(a), "rounds": a.rounds, "k": 4}
     while a.rounds * (probe["k"] + 1) > a.new_tokens:
         probe["k"] -= 1
+    probe["places"] = a.new_tokens // (a.rounds * (probe["k"] + 1))  # all over the output: its first words differ
     some = [d for split in ("train", "test") for d in cell.of(split)[: a.probed]]
     settings = {**common, "policy": policy, "probes": True, "probe": probe, "out": str(cell.folder / "probes")}
     record.run(settings, replace(cell.job, documents=some))
