@@ -72,8 +72,7 @@ class ModelDrafter:
         if window and head_dim not in HEAD_DIMS:
             cause = f"a window takes head dimensions {list(HEAD_DIMS)}, draft model {name} has {head_dim}"
             raise UserError(cause, "set window to 0", field="drafter.window")
-        self.own_kv = own_kv
-        self.pages = None if own_kv is None else Summaries.of(self.own, own_kv.page)
+        self.paged = None if own_kv is None else (Summaries.of(self.own, own_kv.page), own_kv)
         self.lookahead: Lookahead | None = None
         if heads:
             shape = (most_drafts, sequences.batch, self.own.cache.capacity_tokens)  # the target's capacity too
@@ -97,20 +96,22 @@ class ModelDrafter:
             self._catch_up(committed, missing)
         self.own.cache.host_lengths = np.maximum(self.own.cache.host_lengths, committed)
         self.own.turn = self.s.turn
-        if self.pages is not None:
+        if self.paged is not None:
             if apart:
-                self.own.cache.lengths.copy_(self.s.cache.lengths - 1)
-            self.pages.follow()
+                self._set_final()
+            self.paged[0].follow()
 
     def begin(self, steps: int) -> Draft:
         """See Drafter."""
         width = self.own.cache.width(steps + 2)
-        paged = None
-        if self.pages is not None and self.own_kv is not None:
-            self.own.cache.lengths.copy_(self.s.cache.lengths - 1)  # what is final: the first step feeds two again
-            self.pages.update(MOST_COMMITTED)
-            paged = (self.pages, self.own_kv)
-        return ModelDraft(self.s, self.own, width=width, window=self.window, paged=paged, lookahead=self.lookahead)
+        if self.paged is not None:
+            self._set_final()
+            self.paged[0].update(MOST_COMMITTED)
+        return ModelDraft(self.s, self.own, width=width, window=self.window, paged=self.paged, lookahead=self.lookahead)
+
+    def _set_final(self) -> None:
+        """Tell the device how many of the companion's keys are final: the first step feeds two tokens again."""
+        self.own.cache.lengths.copy_(self.s.cache.lengths - 1)
 
     def _catch_up(self, ends: np.ndarray, missing: int) -> None:
         """Feed the `missing` committed tokens ahead of ends [B], of every sequence alike: again where it has them.

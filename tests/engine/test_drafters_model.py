@@ -231,7 +231,7 @@ def test_pages_of_a_draft_model_are_those_of_its_final_keys(tiny_model):
         before = s.committed - 2
         decoding.decode_round()
         rounds += 1
-        summaries = decoding.drafters[0].pages
+        summaries = decoding.drafters[0].paged[0]
         keys = s.companions["draft"].cache.k
         for b, end in enumerate(before.tolist()):
             if s.done[b]:
