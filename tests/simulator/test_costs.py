@@ -143,6 +143,8 @@ def test_a_table_is_filed_by_operation_drafter_and_source():
     assert model.at("verify", 700, 4, 3, drafter="lookup", source="history") == (6.0, False)
     with pytest.raises(CostRefusedError, match=r"no measurement of verify \(quest\) in cost table made up"):
         model.at("verify", 700, 4, 3, drafter="quest")
+    # Older tables timed corrections at one draft length, and do not say which.
+    assert model.at("refresh", 700, 4, 2, 5, source="history") == (6.0, False)
     assert made([("verify", "lookup", "", 500, 1, 3, 0, 5.0, 9)]).plain_gbps is None
 
 
