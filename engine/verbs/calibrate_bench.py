@@ -86,7 +86,8 @@ class Bench:
             samples = partial[plan.source]
             timed = {k for op, k, _ in samples if op == "verify_partial"}
             missing += [k for k, _, _ in plan.partial if k not in timed]
-            missing += [] if any(op == "refresh" for op, _, _ in samples) else [max(self.settings.ks)]
+            corrected = {k for op, _, k in samples if op == "refresh"}
+            missing += [k for _, k in plan.refresh if k not in corrected]
         if missing:
             raise UserError(
                 f"drafter {self.plans[0].drafter.label} found no {missing[0]} drafts at context {context} of this text",

@@ -1,5 +1,7 @@
 """From the clock to a replay: what calibrate writes is what the cost model reads."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
@@ -7,8 +9,9 @@ from specdial.engine.trace.reader import read_costs
 from specdial.engine.trace.schema import WATCHED, WATCHED_OPS
 from specdial.engine.verbs import calibrate
 from specdial.engine.verbs.calibrate_bench import Bench
+from specdial.engine.verbs.calibrate_plan import Plan
 from specdial.policies.errors import UserError
-from specdial.policies.schema import policy_from_mapping
+from specdial.policies.schema import Drafter, policy_from_mapping
 from specdial.simulator.costs import CostModel
 from specdial.simulator.pricing import DRAFT, HOST, Setting, tabulate
 
@@ -103,6 +106,16 @@ def test_partial_verification_is_timed_term_by_term(settings, tiny_checkpoint):
         assert places["draft"] == {(0, 40)}
         assert all(row["median_us"] > 0.0 for row in mine if row["op"] not in ("refresh", "verify_partial"))
     assert table.meta["recomputed_multiple"] == 1
+
+
+def test_corrections_of_every_draft_length_are_timed_or_it_is_said():
+    plan = Plan(Drafter(), (40,), {}, "history", {(2, 40, 32): None, (4, 40, 32): None}, {(3, 2): None, (5, 4): None})
+    bench = SimpleNamespace(settings=SimpleNamespace(ks=(0, 2, 4)), plans=[plan])
+    full = {("verify", k, 0): [1.0] for k in (0, 2, 4)}
+    partial = {("verify_partial", k, 32): [1.0] for k in (2, 4)} | {("refresh", 3, 2): [1.0]}
+    with pytest.raises(UserError, match="drafter sparse_self found no 4 drafts at context 64"):
+        Bench._check(bench, full, {"history": partial}, 64)
+    Bench._check(bench, full, {"history": partial | {("refresh", 5, 4): [1.0]}}, 64)
 
 
 def test_verification_by_lookahead_is_timed_with_drafts_alone(settings, tiny_checkpoint):
