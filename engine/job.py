@@ -155,8 +155,7 @@ def empty_sequences(
     demands = [demand, *(replace(beside, config=c) for c in others)]
     free = free_bytes(model.decoder.device) - summary_bytes(demand, max(batch, copies), policies)
     for name in draft_model_names([p for p in policies if any(v.drafter.budget for v in p.variants())]):
-        own = predict(replace(beside, config=companions[name].config, batch=max(batch, copies)))
-        free -= own.kv_cache // OWN_PAGE  # two keys a page, as summary_bytes has them
+        free -= _page_bytes(replace(beside, config=companions[name].config), max(batch, copies), OWN_PAGE)
     free_host = free_host_bytes(Path("/"))
     for wanted in (batch, copies) if copies else (batch,):
         kept = require_host(replace(demand, batch=wanted), free_host)
@@ -187,8 +186,12 @@ def summary_bytes(demand: Demand, batch: int, policies: list[Policy]) -> int:
     pages |= {v.verify_kv.page for v in partial if v.verify_kv.source == "page_bound"}
     steps = max((v.k_max for v in partial if v.verify_kv.source in LOOKAHEAD), default=0)
     scores = 4 * steps * batch * demand.capacity_tokens  # float32
-    whole = replace(demand, batch=batch, kv_where="device", gathered=0)
-    return sum(predict(whole).kv_cache // page for page in pages) + scores
+    return sum(_page_bytes(demand, batch, page) for page in pages) + scores
+
+
+def _page_bytes(demand: Demand, batch: int, page: int) -> int:
+    """Of summaries of pages of so many keys: two keys a page."""
+    return predict(replace(demand, batch=batch, kv_where="device", gathered=0)).kv_cache // page
 
 
 def most_recomputed(policies: list[Policy]) -> int:

@@ -22,7 +22,6 @@ from specdial.engine.sequences import Sequences
 from specdial.kernels import Backend
 from specdial.kernels.full_attention import full_attention
 from specdial.kernels.head_scores import head_scores
-from specdial.kernels.rope_cache import rope_and_cache
 from specdial.kernels.sparse_attention import (
     HEAD_DIMS,
     SparseWorkspace,
@@ -174,16 +173,12 @@ class ModelDraft:
                 return chosen(layer, q)
             return full_attention(q, *own.cache.view(layer, self.width), lengths, backend=own.backend)[0]
 
-        def attend_unrotated(layer: int, qkv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-            assert recent is not None
-            keys = own.cache.layer(layer)
-            if kept is None or layer not in kept.heads:
-                return recent.rotate_and_attend(qkv, *keys, cos=cos, sin=sin)
-            q = rope_and_cache(qkv, lengths, *keys, cos=cos, sin=sin, backend=own.backend)  # for the scoring heads
-            return attend(layer, q)
+        def attend_unrotated(layer: int, qkv: Tensor, cos: Tensor, sin: Tensor) -> Tensor | None:
+            if recent is None or depth == 0 or (kept is not None and layer in kept.heads):  # scoring heads read q
+                return None
+            return recent.rotate_and_attend(qkv, *own.cache.layer(layer), cos=cos, sin=sin)
 
-        whole = attend_unrotated if recent is not None and fed.shape[1] == 1 else None
-        logits = own.forward_rows(known(fed, own), lengths, attend, attend_unrotated=whole)[:, -1]
+        logits = own.forward_rows(known(fed, own), lengths, attend, attend_unrotated=attend_unrotated)[:, -1]  # [B, V]
         return propose(of_width(logits, s.decoder.config.vocab), s.backend)
 
 

@@ -32,8 +32,9 @@ if TYPE_CHECKING:
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 # attend(layer, q [B, T, H, D]) -> [B, T, H, D]; keys and values are in the cache already.
 AttendCached = Callable[[int, Tensor], Tensor]
-# attend(layer, qkv [B, 1, (H + 2 Hk) D], cos, sin) -> [B, 1, H, D]; it rotates, and writes the cache itself.
-AttendUnrotated = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+# attend(layer, qkv [B, 1, (H + 2 Hk) D], cos, sin) -> [B, 1, H, D]; it rotates, and writes the cache itself, or it
+# answers None and leaves the layer to the other form.
+AttendUnrotated = Callable[[int, Tensor, Tensor, Tensor], Tensor | None]
 # cache(layer) -> keys and values [B, Hk, S, D] to write into.
 CacheOf = Callable[[int], tuple[Tensor, Tensor]]
 # Buffers [B, T, hidden] by layer: a pass copies there the hidden states that enter the layer.

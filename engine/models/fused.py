@@ -84,7 +84,8 @@ class FusedStep:
         """[B, T, V] float32 of tokens [B, T] at positions lengths[b] + t, keys and values written into `cache`.
 
         depths: as in `Decoder.forward_cached`; it goes without attend_unrotated.
-        attend_unrotated: serves instead of `attend` where it can, which is where no norm comes before the rotation.
+        attend_unrotated: serves instead of `attend` where it can: where no norm comes before the rotation, and it does
+        not answer None.
         """
         d, c = self.decoder, self.decoder.config
         shared: Shared = {"backend": backend, "workspace": self._workspace}
@@ -96,9 +97,10 @@ class FusedStep:
             if index in taps:
                 taps[index].copy_(h)
             qkv = linear(x, products.qkv, bias=layer.qkv_bias, eps=c.norm_eps, out_dtype=d.dtype, **shared)
+            mixed = None
             if attend_unrotated and layer.q_norm is None:
                 mixed = attend_unrotated(index, qkv, cos, sin)  # [B, T, H, D]
-            else:
+            if mixed is None:
                 q = rope_and_cache(
                     qkv, lengths, *cache(index), cos=cos, sin=sin, backend=backend, depths=depths,
                     q_norm=layer.q_norm, k_norm=layer.k_norm, eps=c.norm_eps,
