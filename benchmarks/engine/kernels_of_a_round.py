@@ -1,7 +1,8 @@
-"""Where a round's time on the GPU goes: every kernel between its start and the next one's, by kernel and launch grid.
+"""Where a round's time on the GPU goes: what every kernel adds to it, by kernel and launch grid.
 
-Early-launched kernels overlap, so how long one is resident says little; from start to start adds up to the round. Text
-decides nothing here but the number of rounds. For finding out, not for records: nothing is written.
+A kernel that is launched early waits for the one before it, so how long it is resident says little, and its start says
+when the last but one was done. What it adds is from the end of all before it to its own; that adds up to the round.
+Text decides nothing here but the number of rounds. For finding out, not for records: nothing is written.
 
     python3 benchmarks/engine/kernels_of_a_round.py --model FILE.gguf --prompts prompts.npz --policy POLICY.yaml
 """
@@ -30,7 +31,7 @@ ROUNDS = 24  # new tokens of a sequence, so that many rounds at most
 
 
 def kernels(s, policy):
-    """(rounds, [(name, grid, start us, end us)]) of one decode, in the order of their starts; graphs are captured."""
+    """(rounds, [(name, grid, start us, end us)]) of one decode, in the order of their ends; graphs are captured."""
     decode([s], policy)
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         rounds = len(decode([s], policy).rounds)
@@ -42,15 +43,15 @@ def kernels(s, policy):
         for e in events
         if e.get("cat") == "kernel"
     ]
-    return rounds, sorted(found, key=lambda kernel: kernel[2])
+    return rounds, sorted(found, key=lambda kernel: kernel[3])
 
 
 def show(name, rounds, found, rows):
     """A table of the kernels that take most of a round."""
-    spent = defaultdict(list)  # us from start to start
+    spent = defaultdict(list)  # us from end to end
     resident = defaultdict(list)  # us from start to end
-    for (kernel, grid, start, end), after in itertools.pairwise(found):
-        spent[kernel, grid].append(after[2] - start)
+    for (_, _, _, before), (kernel, grid, start, end) in itertools.pairwise(found):
+        spent[kernel, grid].append(end - before)
         resident[kernel, grid].append(end - start)
     whole = sum(map(sum, spent.values()))
     print(f"\n{name}: {rounds} rounds, {whole / rounds:.0f} us a round, {len(found) / rounds:.0f} kernels a round")
