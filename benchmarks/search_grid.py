@@ -12,6 +12,7 @@ import numpy as np
 from _engine_bench import PARTS
 
 from specdial.engine.batches import Batches
+from specdial.engine.garbage import collected
 from specdial.engine.loop import Decoding
 from specdial.engine.sampling import Sampling
 from specdial.policies.file import policy_digest
@@ -56,17 +57,18 @@ def measured(job, groups, policies, repeats, until_s=float("inf")):
     batches = Batches(job, policies)
     for g, group in enumerate(groups):
         s, plain = batches.prefilled(group), None
-        for repeat, step in itertools.product(range(repeats), range(len(policies))):
-            if time.monotonic() > until_s:
-                return times, differing
-            p, capturing_us = (step + repeat) % len(policies), None
-            while capturing_us != s.graphs.capturing_us:
-                capturing_us = s.graphs.capturing_us
-                s.rewind()
-                rounds = list(Decoding(s, policies[p], Sampling(), [d.index for d in group]).rounds())
-            times[g, repeat, p] = sum(getattr(r, f"{part}_us") for r in rounds for part in PARTS)
-            plain = plain or [list(t) for t in s.tokens]
-            if repeat == 0:
-                differing[p] += sum(a != b for a, b in zip(s.tokens, plain))
+        with collected():
+            for repeat, step in itertools.product(range(repeats), range(len(policies))):
+                if time.monotonic() > until_s:
+                    return times, differing
+                p, capturing_us = (step + repeat) % len(policies), None
+                while capturing_us != s.graphs.capturing_us:
+                    capturing_us = s.graphs.capturing_us
+                    s.rewind()
+                    rounds = list(Decoding(s, policies[p], Sampling(), [d.index for d in group]).rounds())
+                times[g, repeat, p] = sum(getattr(r, f"{part}_us") for r in rounds for part in PARTS)
+                plain = plain or [list(t) for t in s.tokens]
+                if repeat == 0:
+                    differing[p] += sum(a != b for a, b in zip(s.tokens, plain))
         print(f"  documents {group[0].index}..{group[-1].index}: {len(policies)} policies", file=sys.stderr, flush=True)
     return times, differing

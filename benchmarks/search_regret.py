@@ -12,7 +12,6 @@ the last document that all points were measured on. All policies are lossless an
 """
 
 import argparse
-import gc
 import json
 import random
 import shutil
@@ -113,7 +112,6 @@ def regret(cell, clock):
         random.Random(a.seed).shuffle(points)
         policies = [plain_policy(), *points[: a.points]]
         guessed = predicted(cell, cell.folder / "own", policies, a.batch, "train")
-    gc.freeze()  # a collection walks what is left: none of it now
     with clock.stage(f"grid of {len(policies)} points"):
         started_s = time.monotonic()
         times, unlike = measured(cell.job, batches, policies, 1, started_s + a.seconds)

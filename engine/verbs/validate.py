@@ -21,6 +21,7 @@ from scipy.stats import spearmanr
 from specdial.engine.acceptance import JUDGED, SAID, Acceptance, said_of
 from specdial.engine.batches import Batches
 from specdial.engine.fidelity import Fidelity, error_of, intervals, measure_fidelity, summary
+from specdial.engine.garbage import collected
 from specdial.engine.job import Job, ModelSettings, describe, hardware, history_spec, load_job
 from specdial.engine.loop import Decoding, Round
 from specdial.engine.progress import Bar, progress
@@ -155,16 +156,17 @@ def _measure_group(
         result.times_us.append([])
     for repeat in range(0 if cold else 1, s.repeats + 1):
         plain_us: list[float] = []
-        for place in _order(len(results), repeat):
-            result = results[place]
-            rounds = (_timed if repeat else _decode)(sequences, result, s.sampling, numbers)
-            spent_us = sum(_round_us(r) for r in rounds)
-            if place == 0:
-                plain_us.append(spent_us)
-            elif repeat:
-                result.times_us[-1].append(spent_us)
-            last[place] = rounds, [list(t) for t in sequences.tokens]
-            bar.advance(1, result.policy.name)
+        with collected():
+            for place in _order(len(results), repeat):
+                result = results[place]
+                rounds = (_timed if repeat else _decode)(sequences, result, s.sampling, numbers)
+                spent_us = sum(_round_us(r) for r in rounds)
+                if place == 0:
+                    plain_us.append(spent_us)
+                elif repeat:
+                    result.times_us[-1].append(spent_us)
+                last[place] = rounds, [list(t) for t in sequences.tokens]
+                bar.advance(1, result.policy.name)
         if repeat:
             results[0].times_us[-1].append(float(np.mean(plain_us)))
     reference = last[0][1] if s.sampling.greedy else None  # plain comes first
