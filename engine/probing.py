@@ -12,10 +12,13 @@ makes its last row anew (HeadReader.start), and rows past that, an arm's or draf
 Where a real decoding had partial rounds before, its head keeps their rows uncorrected, which probes do not show.
 
 Cost: an arm takes places x rounds x (k draft steps and one partial verification) a document; full verification takes
-as much once. Leaves out a batch, trees of drafts, and the recall of page_bound, which chooses inside the pass. A
-selection that a drafter keeps for several rounds is chosen anew at every place.
+as much once. What a draft model drafts depends on no arm: arms of the same scoring heads share its steps.
+
+Leaves out a batch, trees of drafts, and the recall of page_bound, which chooses inside the pass. A selection that a
+drafter keeps for several rounds is chosen anew at every place.
 """
 
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,7 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specdial.engine.drafters.base import HostDrafter
+from specdial.engine.drafters.base import Drafter, HostDrafter
 from specdial.engine.drafters.model import ModelDrafter
 from specdial.engine.drafters.selection import Selection
 from specdial.engine.fidelity import divergence
@@ -147,12 +150,14 @@ class _Walk:
         self.width = probing.k + 1
         self._fed = len(s.tokens[0])  # tokens whose keys the draft models have right
         self._at = len(s.tokens[0])
+        self._drafted: dict[tuple[Hashable, int], tuple[list[int], Tensor | None]] = {}  # see _model_drafts
         self.readers = tuple(s.heads.values())
         for reader in self.readers:
             reader.start(probing.k)
 
     def advance(self, n: int) -> None:
         """Move on to a committed length of n, in full."""
+        self._drafted.clear()
         most = self.width if self.readers else CHUNK_ROWS  # a head has room for the rows of one round
         while self._at < n:
             self._full_rows(min(most, n - self._at))
@@ -246,17 +251,37 @@ class _Walk:
             return drafter.drafts(limit)[0]
         if drafter is None:
             raise ValueError("an arm drafts")
+        if isinstance(drafter, ModelDrafter):
+            return self._model_drafts(drafter, n, limit)
+        s.turn += 1
+        drafter.prepare(limit)
+        return self._chain(drafter)
+
+    def _model_drafts(self, drafter: ModelDrafter, n: int, limit: np.ndarray) -> list[int]:
+        """The same of a draft model. It reads committed tokens alone, so one drafting at a length serves every arm."""
+        s, kept = self.s, drafter.lookahead
+        if (drafter.key, n) in self._drafted:
+            drafts, scores = self._drafted[drafter.key, n]
+            if kept is not None and scores is not None:
+                kept.scores.copy_(scores)
+            return drafts
         for own in s.companions.values():  # what was drafted before may not be the text
             own.cache.set_lengths(np.array([max(min(self._fed, n) - 2, 0)]))
             own.turn = -1
         s.turn += 1
         drafter.prepare(limit)
         self._fed = n
-        draft, token, drafts = drafter.begin(self.probing.k), s.pending, []
+        drafts = self._chain(drafter)
+        self._drafted[drafter.key, n] = drafts, None if kept is None else kept.scores.clone()
+        return drafts
+
+    def _chain(self, drafter: Drafter) -> list[int]:
+        """Its drafts, one after another."""
+        draft, token, drafts = drafter.begin(self.probing.k), self.s.pending, []
         for depth in range(self.probing.k):
             token = draft.step(depth, token).token
-            drafts.append(int(token))
-        return drafts
+            drafts.append(token)
+        return torch.cat(drafts).tolist()
 
     def _full_rows(
         self, rows: int, selections: list[Selection | None] | None = None, recalled: list[np.ndarray] | None = None

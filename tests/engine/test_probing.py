@@ -5,6 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
+from specdial.engine.drafters.model import ModelDraft
 from specdial.engine.fidelity import measure_fidelity, plain_output
 from specdial.engine.job import history_spec
 from specdial.engine.loop import Decoding
@@ -163,3 +164,36 @@ def test_a_draft_model_drafts_at_every_place_what_it_drafts_there_afresh(tiny_mo
         assert np.allclose(said[0].logits[0], decoding.logits[0, 0], atol=1e-4)
         (row, *_) = walk.judged([arm], [said], n)
         assert row["kl_nats"] > 0.0
+
+
+def test_arms_share_what_a_draft_model_drafts(tiny_model, monkeypatch):
+    """Each arm's rows are those it has alone, and a model drafts once a place and round for arms of the same heads."""
+    target, draft = (tiny_model("llama", head_dim=64).decoder for _ in range(2))
+    for layer in draft.layers[1:]:
+        layer.down.mul_(0.9)
+    policy = policy_from_mapping(
+        {
+            "drafter": {"kind": "model", "model": "small"}, "controller": {"kind": "fixed", "k": 3},
+            "verify_kv": {"source": "hybrid", "scope": "model", **SMALL, "budget": 12},
+            "scoring_heads": {"draft": [[0, 1], [2, 2]], "target": [[1, 0]]},
+        }
+    )  # fmt: skip
+    probing = Probing(sources=("recent", "history", "lookahead", "hybrid"), budgets=(12, 20), rounds=2, places=2, k=3)
+    arms = probe_arms(policy, probing)
+    text = np.random.default_rng(5).integers(0, 256, 90).tolist()
+    steps, step = [], ModelDraft.step
+    monkeypatch.setattr(ModelDraft, "step", lambda *of: steps.append(of[1]) or step(*of))
+
+    def probed(some):
+        s = Sequences(target, 120, 1, history=history_spec(some), backend="reference", companions={"small": draft})
+        s.prefill([text[:60]], [20])
+        return record_probes(s, text, some, probing)
+
+    together = probed(arms)
+    assert len(steps) == 2 * probing.places * probing.rounds * probing.k, "with scoring heads of its own, and without"
+    for number, arm in enumerate(arms, start=1):
+        mine, alone = np.array(together["arm"]) == number, probed([arm])
+        for name in ("position", "top1_match", "draft_match", "full_match"):
+            assert np.array(together[name])[mine].tolist() == alone[name], (arm.name, name)
+        for name in ("arr", "kl_nats"):
+            assert np.allclose(np.array(together[name])[mine], alone[name], atol=1e-5), (arm.name, name)
