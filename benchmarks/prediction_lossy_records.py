@@ -19,7 +19,8 @@ def row_of(cell, batch, parts):
     held_out = {k: v for _, found, _ in parts for k, v in found.items()}
     in_sample = {k: v for _, _, found in parts for k, v in found.items()}
     said, own = errors(rows, held_out), errors(rows, in_sample)
-    a, name = cell.a, f"{cell.name}-B{batch}"
+    a = cell.a
+    name = f"{cell.name}-B{batch}" + ("-with-head" if a.head else "")
     case = f"{cell.name}, batch {batch}, {len(rows)} lossy policies: predicted from the train documents"
     row = record(
         f"{a.id}-{name}", case, said["median_pct"], "%",
