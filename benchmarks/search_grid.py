@@ -46,6 +46,7 @@ def fixed(whole):
     return [space.policy(point) for point in fixed_points(space)]
 
 
+@collected()
 def measured(job, groups, policies, repeats, until_s=float("inf")):
     """(us [groups, repeats, policies], outputs unlike plain's [policies]). groups: documents that decode together.
 
@@ -57,18 +58,17 @@ def measured(job, groups, policies, repeats, until_s=float("inf")):
     batches = Batches(job, policies)
     for g, group in enumerate(groups):
         s, plain = batches.prefilled(group), None
-        with collected():
-            for repeat, step in itertools.product(range(repeats), range(len(policies))):
-                if time.monotonic() > until_s:
-                    return times, differing
-                p, capturing_us = (step + repeat) % len(policies), None
-                while capturing_us != s.graphs.capturing_us:
-                    capturing_us = s.graphs.capturing_us
-                    s.rewind()
-                    rounds = list(Decoding(s, policies[p], Sampling(), [d.index for d in group]).rounds())
-                times[g, repeat, p] = sum(getattr(r, f"{part}_us") for r in rounds for part in PARTS)
-                plain = plain or [list(t) for t in s.tokens]
-                if repeat == 0:
-                    differing[p] += sum(a != b for a, b in zip(s.tokens, plain))
+        for repeat, step in itertools.product(range(repeats), range(len(policies))):
+            if time.monotonic() > until_s:
+                return times, differing
+            p, capturing_us = (step + repeat) % len(policies), None
+            while capturing_us != s.graphs.capturing_us:
+                capturing_us = s.graphs.capturing_us
+                s.rewind()
+                rounds = list(Decoding(s, policies[p], Sampling(), [d.index for d in group]).rounds())
+            times[g, repeat, p] = sum(getattr(r, f"{part}_us") for r in rounds for part in PARTS)
+            plain = plain or [list(t) for t in s.tokens]
+            if repeat == 0:
+                differing[p] += sum(a != b for a, b in zip(s.tokens, plain))
         print(f"  documents {group[0].index}..{group[-1].index}: {len(policies)} policies", file=sys.stderr, flush=True)
     return times, differing

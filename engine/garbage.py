@@ -1,7 +1,7 @@
 """Timed work without pauses for Python's garbage.
 
-A full collection walks every object of the process. With a tokenizer and the libraries loaded that takes .2 s on a CPU,
-as long as a hundred rounds on a GPU take, and comes when it likes.
+A full collection walks every object of the process, a tokenizer's and the libraries' among them. It takes as long as
+many rounds and comes when it likes.
 """
 
 import gc

@@ -246,16 +246,14 @@ class _Walk:
 
     def _drafts(self, decoding: Decoding, n: int) -> list[int]:
         """What the drafter drafts at a committed length of n, at most k tokens."""
-        s, drafter, limit = self.s, decoding.drafters[0], np.array([self.probing.k])
+        drafter, limit = decoding.drafters[0], np.array([self.probing.k])
         if isinstance(drafter, HostDrafter):
             return drafter.drafts(limit)[0]
         if drafter is None:
             raise ValueError("an arm drafts")
         if isinstance(drafter, ModelDrafter):
             return self._model_drafts(drafter, n, limit)
-        s.turn += 1
-        drafter.prepare(limit)
-        return self._chain(drafter)
+        return self._chain(drafter, limit)
 
     def _model_drafts(self, drafter: ModelDrafter, n: int, limit: np.ndarray) -> list[int]:
         """The same of a draft model. It reads committed tokens alone, so one drafting at a length serves every arm."""
@@ -268,15 +266,14 @@ class _Walk:
         for own in s.companions.values():  # what was drafted before may not be the text
             own.cache.set_lengths(np.array([max(min(self._fed, n) - 2, 0)]))
             own.turn = -1
-        s.turn += 1
-        drafter.prepare(limit)
-        self._fed = n
-        drafts = self._chain(drafter)
+        drafts, self._fed = self._chain(drafter, limit), n
         self._drafted[drafter.key, n] = drafts, None if kept is None else kept.scores.clone()
         return drafts
 
-    def _chain(self, drafter: Drafter) -> list[int]:
+    def _chain(self, drafter: Drafter, limit: np.ndarray) -> list[int]:
         """Its drafts, one after another."""
+        self.s.turn += 1
+        drafter.prepare(limit)
         draft, token, drafts = drafter.begin(self.probing.k), self.s.pending, []
         for depth in range(self.probing.k):
             token = draft.step(depth, token).token

@@ -16,7 +16,6 @@ from rich.markup import escape
 from rich.table import Table
 
 from specdial.engine.acceptance import SAID
-from specdial.engine.garbage import collected
 from specdial.engine.job import Job, describe, hardware, load_job
 from specdial.engine.progress import Bar, progress
 from specdial.engine.sampling import Sampling
@@ -97,8 +96,7 @@ def _measure(job: Job, s: Settings, plans: list[Plan], *, plain: bool, bar: Bar)
     for batch in s.batches:
         bench = Bench(job, s, plans, prefilled.repeated(batch))
         for context in s.contexts:
-            with collected():
-                rows += bench.measure(context, plain=plain)
+            rows += bench.measure(context, plain=plain)
             bar.advance(1, f"{plans[0].drafter.label}, context {context}, batch {batch}")
         del bench
         gc.collect()  # sequences and their graphs refer to each other

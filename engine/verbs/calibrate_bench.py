@@ -18,6 +18,7 @@ import torch
 from specdial.engine.cache import round_up
 from specdial.engine.drafters.model import ModelDrafter
 from specdial.engine.drafters.summaries import Summaries
+from specdial.engine.garbage import collected
 from specdial.engine.job import Job, describe
 from specdial.engine.key_scores import Chooser
 from specdial.engine.loop import Decoding, Round
@@ -52,6 +53,7 @@ class Bench:
         self.prompt = job.documents[0].prompt_ids
         self.sequences = sequences
 
+    @collected()
     def measure(self, context: int, *, plain: bool) -> list[dict[str, Any]]:
         """Cost rows at one committed length. plain: of plain decoding too."""
         full: Samples = {}

@@ -6,7 +6,8 @@ document all run once to warm up, and a run that still had to capture a graph is
 is the median of its repeats; speedup is the ratio of sums over documents, plain over policy. Its interval comes from
 resampling documents. Greedy lossless outputs are compared with the plain output token by token, unless acceptance is
 synthetic. What a lossy policy's output is worth is measured too, in a decoding of its own that is not timed (fidelity),
-and stands beside what was predicted of it. Lossy policies are ranked among themselves.
+and stands beside what was predicted of it. Lossy policies are ranked among themselves. Python's collector walks nothing
+older than a group of documents while the group is timed (garbage).
 """
 
 from collections.abc import Mapping
@@ -146,6 +147,7 @@ def _measure(job: Job, policies: list[Policy], s: Settings) -> list[Measured]:
     return results
 
 
+@collected()
 def _measure_group(
     sequences: Sequences, group: list[Document], results: list[Measured], s: Settings, bar: Bar, *, cold: bool
 ) -> None:
@@ -156,17 +158,16 @@ def _measure_group(
         result.times_us.append([])
     for repeat in range(0 if cold else 1, s.repeats + 1):
         plain_us: list[float] = []
-        with collected():
-            for place in _order(len(results), repeat):
-                result = results[place]
-                rounds = (_timed if repeat else _decode)(sequences, result, s.sampling, numbers)
-                spent_us = sum(_round_us(r) for r in rounds)
-                if place == 0:
-                    plain_us.append(spent_us)
-                elif repeat:
-                    result.times_us[-1].append(spent_us)
-                last[place] = rounds, [list(t) for t in sequences.tokens]
-                bar.advance(1, result.policy.name)
+        for place in _order(len(results), repeat):
+            result = results[place]
+            rounds = (_timed if repeat else _decode)(sequences, result, s.sampling, numbers)
+            spent_us = sum(_round_us(r) for r in rounds)
+            if place == 0:
+                plain_us.append(spent_us)
+            elif repeat:
+                result.times_us[-1].append(spent_us)
+            last[place] = rounds, [list(t) for t in sequences.tokens]
+            bar.advance(1, result.policy.name)
         if repeat:
             results[0].times_us[-1].append(float(np.mean(plain_us)))
     reference = last[0][1] if s.sampling.greedy else None  # plain comes first
