@@ -19,7 +19,7 @@ import torch
 from _engine_bench import save
 from prediction_documents import documents, spec_of
 from prediction_policies import K_MAX, KS, adaptive, fixed, fp8
-from prediction_records import compared, merged, policy_rows, row_of
+from prediction_records import compared, compared_while_full, merged, policy_rows, row_of
 from prediction_traces import part_of
 
 from specdial.engine.job import Job
@@ -34,7 +34,19 @@ from specdial.policies.schema import DraftKV, plain_policy
 from specdial.simulator.lanes import read_record
 from specdial.simulator.verbs import replay
 
-EXPECTED = ("speedup", "low", "high", "level", "tokens_per_round", "alpha", "gamma", "k", "budget", "batch")
+EXPECTED = (
+    "speedup",
+    "low",
+    "high",
+    "level",
+    "tokens_per_round",
+    "alpha",
+    "gamma",
+    "k",
+    "budget",
+    "batch",
+    "full_batch",
+)
 
 
 @dataclass
@@ -278,7 +290,8 @@ def row(cell, batch, state, parts, predictions, documents):
         "policies": policy_rows(rows, predictions),
     }
     id = f"{cell.a.id}-{cell.name}-B{batch}" + ("" if state == "held-out" else f"-{state}")
-    return row_of(id, state, compared(rows, predictions), about)
+    found = {**compared(rows, predictions), **compared_while_full(rows, predictions)}
+    return row_of(id, state, found, about)
 
 
 def hardware_of(found):

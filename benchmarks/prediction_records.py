@@ -2,6 +2,9 @@
 
 The error of a speedup splits into two factors: S = tokens per round x (plain step / round), so
 predicted / measured speedup = (1 + tokens error) x (1 + cost error).
+
+A batch has two speedups: of its whole run, which ends with its slowest sequence, and while all of it decodes, which is
+what a server sees that refills it. Both are compared, by the same bars.
 """
 
 import sys
@@ -44,6 +47,21 @@ def compared(rows, predicted):
     }
 
 
+def compared_while_full(rows, predicted):
+    """The same of the rounds in which whole batches decode; {} where there are no batches."""
+    if not all("full_batch" in r["measured"] for r in rows):
+        return {}
+    ours = [{**r, "measured": {**r["measured"], **r["measured"]["full_batch"]}} for r in rows]
+    found = compared(ours, {digest: {**guess, **(guess["full_batch"] or {})} for digest, guess in predicted.items()})
+    del found["intervals_overlap_frac"]  # there are none
+    return {"full_batch": {**found, "bar": bars(found)}}
+
+
+def bars(found):
+    """What a record says of the bars."""
+    return {name: {"at_most": bar, "met": found[name] <= bar} for name, bar in BARS.items()}
+
+
 def merged(parts):
     """validate's rows of several validations of other documents, as if they had been one.
 
@@ -72,14 +90,32 @@ def merged(parts):
             "repeat_spread_frac": max(m["repeat_spread_frac"] for m in found),
         }
         whole = {"tokens": int(tokens.sum()), "documents_differing_from_plain": differing}
+        whole |= _merged_while_full(found, plain)
         rows.append({**row, "measured": {**{name: float(v) for name, v in total.items()}, **whole}})
     return rows
 
 
+def _merged_while_full(found, plain):
+    """`full_batch` of a policy's parts as one, where they have it; plain: what plain decoding measured in them."""
+    if not all("full_batch" in m for m in found):
+        return {}
+    tokens, rounds, time_us = (np.array(values) for values in zip(*(_full_sums(m["full_batch"]) for m in found)))
+    base_tokens, _, base_us = (np.array(values) for values in zip(*(_full_sums(m["full_batch"]) for m in plain)))
+    us_per_token = float(time_us.sum() / tokens.sum())
+    speedup = float(base_us.sum() / base_tokens.sum()) / us_per_token
+    total = {"us_per_token": us_per_token, "tokens_per_round": float(tokens.sum() / rounds.sum())}
+    return {"full_batch": {"speedup": speedup, **total, "tokens": int(tokens.sum())}}
+
+
+def _full_sums(m):
+    """(tokens, rounds, microseconds)."""
+    return m["tokens"], m["tokens"] / m["tokens_per_round"], m["tokens"] * m["us_per_token"]
+
+
 def row_of(id, state, found, about):
     """One record of a cell. found: of `compared`; about: what it was measured on."""
-    bars = {name: {"at_most": bar, "met": found[name] <= bar} for name, bar in BARS.items()}
-    row = record(id, f"{about['cell']}: {STATES[state]}", found["median_pct"], "%", **about, **found, bar=bars)
+    case = f"{about['cell']}: {STATES[state]}"
+    row = record(id, case, found["median_pct"], "%", **about, **found, bar=bars(found))
     return {**row, "hardware": about["hardware"], "command": command_of("prediction.py")}
 
 
@@ -90,12 +126,17 @@ def command_of(script):
 
 
 def policy_rows(rows, predicted):
-    """A line a policy: [name, level, speedup predicted, measured, low, high, tokens a round predicted, measured]."""
+    """A line a policy: [name, level, speedup predicted, measured, low, high, tokens a round predicted, measured].
+
+    Of batches also, while all of one decodes: [..., speedup predicted, measured, tokens a round predicted, measured].
+    """
     table = []
     for r in rows:
         guess, m = predicted[r["policy_digest"]], r["measured"]
         speedups = [guess["speedup"], m["speedup"], m["low"], m["high"]]
         tokens = [guess["tokens_per_round"], m["tokens_per_round"]]
+        full = [both["full_batch"] for both in (guess, m) if both.get("full_batch")]
+        tokens += [both[name] for name in ("speedup", "tokens_per_round") for both in full if len(full) == 2]
         table.append([r["name"], guess["level"], *(round(v, 4) for v in speedups + tokens)])
     return table
 
@@ -110,6 +151,13 @@ def show(row):
         f"regret {row['regret_pct']:.2f} % (chose {row['chosen']}, fastest {row['fastest']})",
         flush=True,
     )
+    if full := row.get("full_batch"):
+        print(
+            f"  while all decode: median {full['median_pct']:.2f} % worst {full['worst_pct']:.2f} %, "
+            f"tokens/round {full['tokens_per_round_error']['median_pct']:.2f} %, "
+            f"cost {full['cost_error']['median_pct']:.2f} %, regret {full['regret_pct']:.2f} %",
+            flush=True,
+        )
 
 
 def _kind(row):

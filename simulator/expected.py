@@ -12,6 +12,7 @@ from specdial.simulator.tuned_on import thinned, tuned_on
 NAMES = (
     *("speedup", "low", "high", "level", "tokens_per_round", "alpha", "gamma", "k", "budget", "batch"),
     *("us_per_token", "baseline_us_per_token", "breakdown", "kv_bytes_per_token", "extrapolated_frac", "fidelity"),
+    "full_batch",
 )
 
 

@@ -77,12 +77,19 @@ class Block:
 
 
 def rounds(
-    record: Record, documents: Documents, policies: Sequence[Policy], arms: Sequence[Sequence[int]], batch: int
+    record: Record,
+    documents: Documents,
+    policies: Sequence[Policy],
+    arms: Sequence[Sequence[int]],
+    batch: int,
+    *,
+    full: bool = False,
 ) -> Iterator[Step]:
     """Yield one Step after another until every sequence has its recorded output; sequences are policy-major.
 
     arms[p][v]: index of the recorded arm that variant v of policy p drafts with (any, where it never drafts).
     documents are taken in consecutive groups of `batch`, which only the cells and the buffer of a policy can feel here.
+    full: a group ends with the first of its sequences to have its output.
     Partial verification accepts what full verification would, changed by the fidelity model where the record has draws.
     """
     count = len(documents)
@@ -96,6 +103,7 @@ def rounds(
     lossy = any(not policy.lossless for policy in policies)
     schedule = Schedule(policies, count, batch, model) if lossy else None
     verified: Verified | None = None
+    groups = batches(count, batch)
     position = start.copy()
     width = max(len(record.arms), 1)
     while True:
@@ -138,6 +146,10 @@ def rounds(
         if schedule is not None and verified is not None:
             schedule.note(verified, emitted)
         position = position + emitted
+        if full:
+            first, sizes = groups
+            over = np.logical_or.reduceat((position >= end).reshape(len(policies), count), first, axis=1)
+            position = np.where(np.repeat(over, sizes, axis=1).reshape(-1), end, position)
 
 
 def _blocks(record: Record, policies: Sequence[Policy], arms: Sequence[Sequence[int]], count: int) -> list[Block]:

@@ -31,6 +31,18 @@ class Rounds:
 
 
 @dataclass(frozen=True, slots=True)
+class FullBatch:
+    """While every sequence of a batch decodes, from its start to the first end: what a server that refills it sees.
+
+    speedup: over plain decoding under the same condition, a ratio of sums; None without a plain cost.
+    """
+
+    speedup: float | None
+    us_per_token: float
+    tokens_per_round: float
+
+
+@dataclass(frozen=True, slots=True)
 class Outcome:
     """A policy's replay. Numbers are None where refused; speedup and baseline are also None without a plain cost.
 
@@ -38,6 +50,7 @@ class Outcome:
     low, high: 95 % bootstrap interval of speedup, None for a single unit. breakdown: microseconds per token by term.
     kv_bytes_per_token: key and value bytes read per emitted token. extrapolated_frac: share of the time that lies
     outside the measured costs. documents: which ones carried it. fidelity: of a lossy policy, where probes say it.
+    full_batch: of batches of more than one, where it was asked for.
     """
 
     policy: Policy
@@ -62,6 +75,7 @@ class Outcome:
     kv_bytes_per_token: float | None = None
     extrapolated_frac: float | None = None
     fidelity: Fidelity | None = None
+    full_batch: FullBatch | None = None
     unit_us: Floats | None = None  # [units] time of each document, or batch of documents
     round_log: Rounds | None = None
 

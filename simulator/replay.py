@@ -20,7 +20,7 @@ from specdial.simulator.costs import CostModel, CostRefusedError
 from specdial.simulator.imputation import imputed
 from specdial.simulator.lanes import Documents, Record, read_record
 from specdial.simulator.mixing import drawn, with_budgets, with_luck
-from specdial.simulator.outcome import Outcome, Rounds, bootstrap_interval
+from specdial.simulator.outcome import FullBatch, Outcome, Rounds, bootstrap_interval
 from specdial.simulator.own_time import own_time_us, was_recorded
 from specdial.simulator.pricing import Setting, knots_for, plain_time_us, rows_for
 from specdial.simulator.summary import Frame, Known, Tables, price_tables, summarise
@@ -41,11 +41,13 @@ def replay(
     bootstrap: int = 1000,
     seed: int = 0,
     keep_rounds: bool = False,
+    full_batch: bool = False,
 ) -> list[Outcome]:
     """One Outcome per policy, in order.
 
     costs: None takes the trace's own rounds. bootstrap: resamples for the interval, 0 for none. seed: of the bootstrap
-    and of whatever acceptance is modelled. Raises UserError when the split has no document.
+    and of whatever acceptance is modelled. full_batch: also while whole batches decode, see Outcome.full_batch.
+    Raises UserError when the split has no document.
     """
     record = trace if isinstance(trace, Record) else read_record(trace)
     costs = CostModel.from_rounds(record.trace) if costs is None else costs
@@ -53,19 +55,10 @@ def replay(
     frame = _frame(record, costs, split, batch)
     knots = knots_for(costs, float(frame.documents.start.min()), float(frame.documents.end.max()))
     job = _Job(record, costs, batch, frame, knots, keep_rounds)
-    groups: dict[tuple[bool, tuple[str, ...]], list[int]] = {}
-    for i, policy in enumerate(policies):
-        kinds = tuple(v.controller.kind for v in policy.variants())
-        groups.setdefault((policy.lossless, kinds), []).append(i)
-    width = max(CHUNK_SEQUENCES // len(job.frame.documents), 1)
-    outcomes: dict[int, Outcome] = {}
-    for members in groups.values():
-        members.sort(key=lambda i: policies[i].k_max)
-        for first in range(0, len(members), width):
-            chunk = members[first : first + width]
-            found = job.run([policies[i] for i in chunk], [judged[i] for i in chunk])
-            outcomes |= dict(zip(chunk, found, strict=True))
-    done = [outcomes[i] for i in range(len(policies))]
+    done = job.run_all(policies, judged)
+    if full_batch and batch > 1:
+        full = replace(job, frame=_frame(record, costs, split, batch, full=True), full=True, keep_rounds=False)
+        done = [_with_full_batch(*both) for both in zip(done, full.run_all(policies, judged), strict=True)]
     return _with_intervals(done, job.frame, bootstrap, seed) if bootstrap else done
 
 
@@ -113,21 +106,30 @@ def _documents(record: Record, split: str | None) -> Documents:
     return documents
 
 
-def _frame(record: Record, costs: CostModel, split: str | None, batch: int) -> Frame:
+def _frame(record: Record, costs: CostModel, split: str | None, batch: int, *, full: bool = False) -> Frame:
+    """full: plain decoding of a batch ends with the first of it to end."""
     documents = _documents(record, split)
     units = Units.of(len(documents), batch)
     parts = [slice(f, f + n) for f, n in zip(units.first, units.sizes, strict=True)]
+    end = documents.end
+    if full:
+        end = documents.start + np.repeat(np.minimum.reduceat(end - documents.start, units.first), units.sizes)
     try:
-        base: Floats | None = np.array(
-            [plain_time_us(costs, documents.start[part], documents.end[part]) for part in parts]
-        )
+        base: Floats | None = np.array([plain_time_us(costs, documents.start[part], end[part]) for part in parts])
     except CostRefusedError:
         base = None
     prompt_tokens = np.array([documents.start[part].max() for part in parts])
     output_tokens = np.array([round(float((documents.end - documents.start)[part].mean())) for part in parts])
     kv_bytes = float(record.trace.meta["model"]["kv_bytes_per_token"])
     rows = rows_for(costs, int((documents.end - documents.start).max()) + costs.recomputed_multiple)
-    return Frame(documents, units, base, kv_bytes, prompt_tokens, output_tokens, rows, record.fidelity)
+    base_tokens = int((end - documents.start).sum())
+    return Frame(documents, units, base, base_tokens, kv_bytes, prompt_tokens, output_tokens, rows, record.fidelity)
+
+
+def _with_full_batch(outcome: Outcome, full: Outcome) -> Outcome:
+    if full.us_per_token is None or full.tokens_per_round is None:
+        return outcome
+    return replace(outcome, full_batch=FullBatch(full.speedup, full.us_per_token, full.tokens_per_round))
 
 
 def _with_intervals(outcomes: list[Outcome], frame: Frame, resamples: int, seed: int) -> list[Outcome]:
@@ -153,7 +155,7 @@ def misplaced(policy: Policy, costs: CostModel) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """What all chunks of one replay share. priced: price tables, as far as needed."""
+    """What all chunks of one replay share. priced: price tables, as far as needed. full: while whole batches decode."""
 
     record: Record
     costs: CostModel
@@ -161,7 +163,24 @@ class _Job:
     frame: Frame
     knots: Floats
     keep_rounds: bool
+    full: bool = False
     priced: Known = field(default_factory=Known)
+
+    def run_all(self, policies: Sequence[Policy], judged: Sequence[Support]) -> list[Outcome]:
+        """Outcomes without intervals, in order: policies that share their controller kinds step together."""
+        groups: dict[tuple[bool, tuple[str, ...]], list[int]] = {}
+        for i, policy in enumerate(policies):
+            kinds = tuple(v.controller.kind for v in policy.variants())
+            groups.setdefault((policy.lossless, kinds), []).append(i)
+        width = max(CHUNK_SEQUENCES // len(self.frame.documents), 1)
+        outcomes: dict[int, Outcome] = {}
+        for members in groups.values():
+            members.sort(key=lambda i: policies[i].k_max)
+            for first in range(0, len(members), width):
+                chunk = members[first : first + width]
+                found = self.run([policies[i] for i in chunk], [judged[i] for i in chunk])
+                outcomes |= dict(zip(chunk, found, strict=True))
+        return [outcomes[i] for i in range(len(policies))]
 
     def run(self, policies: list[Policy], judged: list[Support]) -> list[Outcome]:
         """Outcomes without intervals of policies that share their controller kinds."""
@@ -192,6 +211,7 @@ class _Job:
             logged=range(len(live)) if self.keep_rounds else own,
             rows=self.frame.rows,
             multiple=self.costs.recomputed_multiple,
+            full=self.full,
         )
         for place, i in enumerate(live):
             own_us = self._own_us(found.logs[place]) if place in own else None

@@ -52,6 +52,7 @@ Tables = list[Priced]  # every unit is in one entry of every variant, and in one
 class Frame:
     """What all policies of one replay share. base_us: [units] plain decoding, None when plain steps have no cost.
 
+    base_tokens: what plain decoding emits in that time.
     kv_bytes_per_token: bytes of keys and values that one cached token holds, all layers.
     prompt_tokens, output_tokens: [units] the longest prompt, of which a batch's budget is a fraction; the mean output.
     rows: numbers of recomputed rows that corrections are binned by. fidelity: what probes say of partial verification.
@@ -60,6 +61,7 @@ class Frame:
     documents: Documents
     units: Units
     base_us: Floats | None
+    base_tokens: int
     kv_bytes_per_token: float
     prompt_tokens: Ints
     output_tokens: Ints
@@ -160,12 +162,14 @@ def _with_time(outcome: Outcome, terms_us: Floats, counts: Floats, frame: Frame)
     verifying = float(total[VERIFY] + total[VERIFY_PARTIAL])
     drafting = round_drafts > 0.0 and verifying > 0.0
     base = frame.base_us
+    us_per_token = float(unit_us.sum() / outcome.tokens)
+    base_us_per_token = None if base is None else float(base.sum() / frame.base_tokens)
     return replace(
         outcome,
         gamma=float(total[DRAFT] / round_drafts / (verifying / batches)) if drafting else None,
-        us_per_token=float(unit_us.sum() / outcome.tokens),
+        us_per_token=us_per_token,
         breakdown={term: float(value / outcome.tokens) for term, value in zip(TERMS, total, strict=True)},
-        baseline_us_per_token=None if base is None else float(base.sum() / outcome.tokens),
-        speedup=None if base is None or not unit_us.sum() > 0.0 else float(base.sum() / unit_us.sum()),
+        baseline_us_per_token=base_us_per_token,
+        speedup=None if base_us_per_token is None or not us_per_token > 0.0 else base_us_per_token / us_per_token,
         unit_us=unit_us,
     )

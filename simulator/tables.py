@@ -17,14 +17,16 @@ from specdial.simulator.outcome import Outcome
 
 
 def print_outcomes(outcomes: Sequence[Outcome], title: str) -> None:
-    """One row a policy; refused ones say why below."""
+    """One row a policy; refused ones say why below. Of batches, also the speedup while all of one decodes."""
+    batched = any(o.full_batch is not None for o in outcomes)
     table = Table(title=title, title_justify="left")
     table.add_column("policy", overflow="fold", min_width=26)
     for name in ("lossless", "level"):
         table.add_column(name)
     table.add_column("speedup", justify="right")
     table.add_column("95 %", justify="right", min_width=9)
-    for name in ("tok/round", "alpha", "gamma", "k", "budget", "us/token", "KV MB/token"):
+    full = ("full batch",) if batched else ()
+    for name in (*full, "tok/round", "alpha", "gamma", "k", "budget", "us/token", "KV MB/token"):
         table.add_column(name, justify="right")
     for o in outcomes:
         bytes_text = number(None if o.kv_bytes_per_token is None else o.kv_bytes_per_token / 1e6, 1)
@@ -34,6 +36,7 @@ def print_outcomes(outcomes: Sequence[Outcome], title: str) -> None:
             o.level + ("*" if o.extrapolated_frac else ""),
             number(o.speedup, 3),
             interval(o.low, o.high),
+            *((number(None if o.full_batch is None else o.full_batch.speedup, 3),) if batched else ()),
             number(o.tokens_per_round, 2),
             number(o.alpha, 3),
             number(o.gamma, 3),

@@ -116,10 +116,12 @@ def tally(
     logged: Sequence[int] = (),
     rows: Floats | None = None,
     multiple: int = 1,
+    full: bool = False,
 ) -> Tally:
     """Simulate every policy to the end of every document. logged: places in `policies` whose rounds are kept.
 
     rows, multiple: bins of recomputed rows, and whole multiples of what are recomputed, where a policy is lossy.
+    full: count a batch's rounds only while all of it decodes.
     """
     shape = (len(policies), len(documents))
     batch = int(units.sizes[0])
@@ -138,7 +140,7 @@ def tally(
     held: list[tuple[Bools, Ints, Ints, Floats]] = []
     kept: dict[int, list[tuple[Ints, ...]]] = {place: [] for place in logged}
     flush_after = max(FLUSH_ROUNDS // (shape[0] * len(units.first)), 1)
-    for number, step in enumerate(rounds(record, documents, policies, arms, batch)):
+    for number, step in enumerate(rounds(record, documents, policies, arms, batch, full=full)):
         sums["rounds"] += step.active
         sums["k"] += step.k
         sums["accepted"] += step.accepted

@@ -4,22 +4,22 @@ Protocol, fixed before any number is seen: every document is prefilled once; all
 state in every repeat, their order rotated, plain decode twice, since every speedup is measured by it; before the first
 document all run once to warm up, and a run that still had to capture a graph is repeated; a policy's time on a document
 is the median of its repeats; speedup is the ratio of sums over documents, plain over policy. Its interval comes from
-resampling documents. Greedy lossless outputs are compared with the plain output token by token, unless acceptance is
-synthetic. What a lossy policy's output is worth is measured too, in a decoding of its own that is not timed (fidelity),
-and stands beside what was predicted of it. Lossy policies are ranked among themselves. Python's collector walks nothing
-older than a group of documents while the group is timed (garbage).
+resampling documents. Of batches the same is said of the rounds in which every sequence decodes (full_batch): a whole
+run ends with its slowest sequence, a server would refill the batch. Greedy lossless outputs are compared with the plain
+output token by token, unless acceptance is synthetic. What a lossy policy's output is worth is measured too, in a
+decoding of its own that is not timed (fidelity), and stands beside what was predicted of it. Lossy policies are ranked
+among themselves. Python's collector walks nothing older than a group of documents while the group is timed (garbage).
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.table import Table
 from scipy.stats import spearmanr
 
-from specdial.engine.acceptance import JUDGED, SAID, Acceptance, said_of
+from specdial.engine.acceptance import JUDGED, Acceptance, said_of
 from specdial.engine.batches import Batches
 from specdial.engine.fidelity import Fidelity, error_of, intervals, measure_fidelity, summary
 from specdial.engine.garbage import collected
@@ -28,9 +28,9 @@ from specdial.engine.loop import Decoding, Round
 from specdial.engine.progress import Bar, progress
 from specdial.engine.sampling import Sampling
 from specdial.engine.sequences import Sequences
+from specdial.engine.verbs.validate_table import print_validation
 from specdial.engine.workloads import Document
 from specdial.policies.artifact import claim_directory, provenance, write_json_atomic
-from specdial.policies.console import table_console
 from specdial.policies.errors import UserError
 from specdial.policies.fields import parse, setting, to_plain
 from specdial.policies.file import policy_digest, save_policy
@@ -38,6 +38,7 @@ from specdial.policies.schema import Policy, plain_policy, policy_from_mapping
 
 SCHEMA = "specdial/validation/1"
 PLAIN = plain_policy()
+FULL_BATCH = "full_batch"
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,11 +64,17 @@ class Settings:
 
 @dataclass
 class Measured:
-    """What one policy did. times_us: [documents][repeats]; the rest sums over documents, of the last repeat."""
+    """What one policy did. times_us: [groups][repeats]; the rest sums over documents, of the last repeat.
+
+    full: the same of the rounds in which all of a group decodes: [groups][repeats] and sums.
+    """
 
     policy: Policy
     synthetic: tuple[float, ...]  # see Acceptance.of
     times_us: list[list[float]] = field(default_factory=list)
+    full_us: list[list[float]] = field(default_factory=list)
+    full_tokens: int = 0
+    full_rounds: int = 0
     tokens: int = 0
     rounds: int = 0
     drafted: int = 0
@@ -78,6 +85,11 @@ class Measured:
     def document_us(self) -> np.ndarray:
         """Median time of each document group, [D]."""
         return np.array([np.median(t) for t in self.times_us])
+
+    @property
+    def full_us_per_token(self) -> float:
+        """While all of a group decodes."""
+        return float(sum(np.median(t) for t in self.full_us) / self.full_tokens)
 
 
 def run(settings: Mapping[str, Any], job: Job | None = None) -> dict[str, Any]:
@@ -106,7 +118,8 @@ def run(settings: Mapping[str, Any], job: Job | None = None) -> dict[str, Any]:
     by_digest = {policy_digest(r.policy): r for r in results}
     plain = results[0]
     rows = [_row(p, by_digest.get(policy_digest(p), plain) if p.k_max else plain, plain, s) for p in policies]
-    mixed = len({row["lossless"] for row in rows}) > 1
+    ranked = [row for row in rows if row["lossless"]] or rows
+    mixed = len(ranked) < len(rows)
     content = {
         "schema": SCHEMA,
         **describe(job, s.sampling, policies),
@@ -117,8 +130,9 @@ def run(settings: Mapping[str, Any], job: Job | None = None) -> dict[str, Any]:
         **({"acceptance": to_plain(s.acceptance)} if s.acceptance else {}),
         "plain_us_per_token": float(plain.document_us().sum() / plain.tokens),
         "policies": rows,
-        **_ranking([row for row in rows if row["lossless"]] or rows),
+        **_ranking(ranked),
         **({"lossy_ranking": _ranking([row for row in rows if not row["lossless"]])} if mixed else {}),
+        **({"full_batch_ranking": _ranking(ranked, FULL_BATCH)} if plain.full_rounds and s.batch > 1 else {}),
         "config": to_plain(s),
         "provenance": provenance(),
     }
@@ -126,7 +140,7 @@ def run(settings: Mapping[str, Any], job: Job | None = None) -> dict[str, Any]:
     for policy, row, name in zip(policies, rows, _file_names(policies)):
         measured = {**row["measured"], "split": s.split, "hardware": content["hardware"]}
         save_policy(replace(policy, measured=measured), out / "policies" / f"{name}.yaml")
-    _print(out, job, rows, content)
+    print_validation(out, job, rows, content)
     return {
         "out": str(out),
         "policies": rows,
@@ -156,20 +170,21 @@ def _measure_group(
     last: list[tuple[list[Round], list[list[int]]]] = [([], [])] * len(results)
     for result in results:
         result.times_us.append([])
+        result.full_us.append([])
     for repeat in range(0 if cold else 1, s.repeats + 1):
-        plain_us: list[float] = []
+        plain_us: list[tuple[float, float]] = []
         for place in _order(len(results), repeat):
             result = results[place]
             rounds = (_timed if repeat else _decode)(sequences, result, s.sampling, numbers)
-            spent_us = sum(_round_us(r) for r in rounds)
+            spent_us = _spent_us(rounds), _spent_us(_while_full(rounds))
             if place == 0:
                 plain_us.append(spent_us)
             elif repeat:
-                result.times_us[-1].append(spent_us)
+                _add(result, spent_us)
             last[place] = rounds, [list(t) for t in sequences.tokens]
             bar.advance(1, result.policy.name)
         if repeat:
-            results[0].times_us[-1].append(float(np.mean(plain_us)))
+            _add(results[0], np.mean(plain_us, axis=0).tolist())
     reference = last[0][1] if s.sampling.greedy else None  # plain comes first
     for result, (rounds, tokens) in zip(results, last):
         _count(result, rounds, tokens, reference)
@@ -199,8 +214,19 @@ def _decode(sequences: Sequences, result: Measured, sampling: Sampling, numbers:
     return list(Decoding(sequences, result.policy, sampling, numbers, synthetic=result.synthetic).rounds())
 
 
-def _round_us(r: Round) -> float:
-    return r.draft_us + r.verify_us + r.select_us + r.host_us
+def _spent_us(rounds: list[Round]) -> float:
+    return sum(r.draft_us + r.verify_us + r.select_us + r.host_us for r in rounds)
+
+
+def _while_full(rounds: list[Round]) -> list[Round]:
+    """The rounds in which every sequence decodes."""
+    return [r for r in rounds if r.active.all()]
+
+
+def _add(result: Measured, spent_us: Sequence[float]) -> None:
+    """spent_us: (all of one run of the last group, its rounds while all of it decodes)."""
+    result.times_us[-1].append(spent_us[0])
+    result.full_us[-1].append(spent_us[1])
 
 
 def _count(
@@ -212,6 +238,9 @@ def _count(
     """reference: the plain outputs, where ours must equal them. Synthetic acceptance makes no text to compare."""
     result.rounds += sum(int(r.active.sum()) for r in rounds)
     result.tokens += sum(len(e) for r in rounds for e in r.emitted)
+    full = _while_full(rounds)
+    result.full_rounds += sum(len(r.active) for r in full)
+    result.full_tokens += sum(len(e) for r in full for e in r.emitted)
     result.drafted += sum(int(r.k.sum()) for r in rounds)
     result.accepted += sum(int(r.accepted.sum()) for r in rounds)
     if reference is not None and not result.synthetic:
@@ -227,7 +256,7 @@ def _row(policy: Policy, result: Measured, plain: Measured, s: Settings) -> dict
     strayed = (
         {**summary(result.fidelity), **intervals(result.fidelity, s.bootstrap, s.seed)} if result.fidelity else None
     )
-    shown = ("speedup", "low", "high", "level", "tokens_per_round", "fidelity")
+    shown = ("speedup", "low", "high", "level", "tokens_per_round", "fidelity", FULL_BATCH)
     return {
         "name": policy.name,
         "policy_digest": policy_digest(policy),
@@ -247,6 +276,7 @@ def _row(policy: Policy, result: Measured, plain: Measured, s: Settings) -> dict
             "k": result.drafted / result.rounds,
             "documents_differing_from_plain": None if result.synthetic else result.differing,
             **({"fidelity": strayed} if strayed else {}),
+            **({FULL_BATCH: _full_batch(result, plain)} if plain.full_rounds and s.batch > 1 else {}),
             "repeat_spread_frac": float(
                 max((max(t) - min(t)) / np.median(t) for t in result.times_us) if s.repeats > 1 else 0.0
             ),
@@ -254,6 +284,15 @@ def _row(policy: Policy, result: Measured, plain: Measured, s: Settings) -> dict
         },
         "error_frac": None if predicted is None else float(predicted / speedup - 1.0),
         **({"fidelity_error": error_of(expected.get("fidelity"), strayed)} if strayed else {}),
+    }
+
+
+def _full_batch(result: Measured, plain: Measured) -> dict[str, float]:
+    return {
+        "speedup": plain.full_us_per_token / result.full_us_per_token,
+        "us_per_token": result.full_us_per_token,
+        "tokens": result.full_tokens,
+        "tokens_per_round": result.full_tokens / result.full_rounds,
     }
 
 
@@ -265,8 +304,13 @@ def _interval(ours: np.ndarray, theirs: np.ndarray, s: Settings) -> tuple[float,
     return float(np.percentile(ratios, 2.5)), float(np.percentile(ratios, 97.5))
 
 
-def _ranking(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Rank correlation of predicted and measured, and regret: how much slower the best-predicted policy really is."""
+def _ranking(rows: list[dict[str, Any]], of: str | None = None) -> dict[str, Any]:
+    """Rank correlation of predicted and measured, and regret: how much slower the best-predicted policy really is.
+
+    of: where in `predicted` and `measured` the speedups are, None for those of whole runs.
+    """
+    if of is not None:
+        rows = [{**r, "predicted": r["predicted"].get(of) or {}, "measured": r["measured"][of]} for r in rows]
     known = [r for r in rows if r["predicted"].get("speedup") is not None]
     if len(known) < 2:
         return {"rank_correlation": None, "regret": None, "median_error_frac": None, "worst_error_frac": None}
@@ -302,72 +346,3 @@ def _check_model(policy: Policy, job: Job) -> None:
     tuned_on = (policy.provenance or {}).get("model_digest")
     if tuned_on is not None and tuned_on != job.model.digest:
         raise UserError(f"policy {policy.name} was tuned on another model", "give the model it was tuned on")
-
-
-def _equality(measured: dict[str, Any]) -> str:
-    """How the outputs compare with plain decoding, in a word."""
-    if "synthetic_acceptance" in measured:
-        return "synthetic"
-    differing = measured["documents_differing_from_plain"]
-    return "yes" if differing == 0 else f"{differing} differ"
-
-
-def _strayed(row: dict[str, Any]) -> tuple[str, str, str]:
-    """Top-1 agreement with full verification, KL in nats, and the share of tokens that plain decoding wrote too.
-
-    Behind a number, in brackets, what was predicted.
-    """
-    found, predicted = row["measured"].get("fidelity"), row["predicted"].get("fidelity") or {}
-    if found is None:
-        return "-", "-", "-"
-
-    def beside(name: str, form: str) -> str:
-        value, expected = found[name], predicted.get(name)
-        shown = "-" if value is None else format(value, form)
-        return shown if expected is None else f"{shown} ({expected['value']:{form}})"
-
-    return beside("top1_agreement", ".1%"), beside("kl_nats", ".2g"), f"{found['token_agreement']:.1%}"
-
-
-def _print(out: Path, job: Job, rows: list[dict[str, Any]], content: dict[str, Any]) -> None:
-    said = (" (random weights)" if job.model.random else "") + (SAID if "acceptance" in content else "")
-    table = Table(title=f"validation {out}: {job.name}{said}, split {content['split']}", title_justify="left")
-    lossy = any(not row["lossless"] for row in rows)
-    for column in (
-        "policy",
-        "lossless",
-        "predicted",
-        "measured",
-        "[95 %]",
-        "error",
-        "tokens/round",
-        "alpha",
-        "k",
-        "= plain",
-        *(("top-1", "KL nats", "same text") if lossy else ()),
-    ):
-        table.add_column(column, justify="left" if column == "policy" else "right")
-    for row in rows:
-        m, predicted = row["measured"], row["predicted"].get("speedup")
-        table.add_row(
-            row["name"],
-            "yes" if row["lossless"] else "no",
-            "-" if predicted is None else f"{predicted:.2f}x",
-            f"{m['speedup']:.2f}x",
-            f"{m['low']:.2f}-{m['high']:.2f}",
-            "-" if row["error_frac"] is None else f"{row['error_frac']:+.1%}",
-            f"{m['tokens_per_round']:.2f}",
-            "-" if m["alpha"] is None else f"{m['alpha']:.2f}",
-            f"{m['k']:.1f}",
-            _equality(m),
-            *(_strayed(row) if lossy else ()),
-        )
-    console = table_console()
-    console.print(table)
-    if content["regret"] is not None:
-        said = " among lossless policies" if "lossy_ranking" in content else ""
-        rank = "-" if content["rank_correlation"] is None else f"{content['rank_correlation']:.2f}"
-        console.print(f"regret of the best-predicted policy{said} {content['regret']:.1%}")
-        if content["median_error_frac"] is not None:
-            errors = f"median {content['median_error_frac']:.1%}, worst {content['worst_error_frac']:.1%}"
-            console.print(f"predicted against measured, plain apart: error {errors}, rank correlation {rank}")

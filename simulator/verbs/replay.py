@@ -76,7 +76,7 @@ def run(settings: dict[str, Any]) -> dict[str, Any]:
         raise UserError("no policy to replay", "give policy=NAME or policy=FILE")
     record = read_record(read_trace(s.trace))
     costs = on_other_hardware(load_costs(s.costs, record.trace), s.bandwidth_ratio, s.compute_ratio)
-    outcomes = replay(record, costs, policies, s.split, s.batch, bootstrap=s.bootstrap, seed=s.seed)
+    outcomes = replay(record, costs, policies, s.split, s.batch, bootstrap=s.bootstrap, seed=s.seed, full_batch=True)
     inversions: list[Inversion] = []
     surface: list[Corner] = []
     if s.inversion:

@@ -88,11 +88,14 @@ class _Run:
     select_split: str
 
     def evaluate(self, split: str, bootstrap: int) -> Evaluate:
-        """Replay on one split."""
+        """Replay on one split. bootstrap: 0 in a search, which needs no more than a score of each policy."""
 
         def run(policies: Any, batch: int) -> list[Outcome]:
             seed = self.settings.seed
-            return replay(self.record, self.costs, policies, split, batch, bootstrap=bootstrap, seed=seed)
+            thorough = bootstrap > 0
+            return replay(
+                self.record, self.costs, policies, split, batch, bootstrap=bootstrap, seed=seed, full_batch=thorough
+            )
 
         return run
 

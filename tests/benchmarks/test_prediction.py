@@ -169,6 +169,30 @@ def test_parts_add_up_to_one_validation(script):
     assert script("prediction_records").merged(parts[:1]) == parts[0]["policies"]
 
 
+def test_full_batches_are_compared_by_their_own_speedups(script):
+    module = script("prediction_records")
+    parts = [part(24, 240.0, 120.0, 6), part(24, 260.0, 330.0, 12)]
+    for rows, tokens in ((p["policies"], n) for p, n in zip(parts, (16, 20))):
+        for row, us, rounds in zip(rows, (10.0, 4.0), (tokens, 5)):
+            full = {"speedup": 10.0 / us, "us_per_token": us, "tokens": tokens, "tokens_per_round": tokens / rounds}
+            row["measured"]["full_batch"] = full
+    rows = module.merged(parts)
+    full = rows[1]["measured"]["full_batch"]
+    assert (full["speedup"], full["us_per_token"]) == (pytest.approx(2.5), pytest.approx(4.0))
+    assert (full["tokens"], full["tokens_per_round"]) == (36, pytest.approx(3.6))
+    guesses = {
+        "plain": {**guess(1.0, 1.0), "level": "exact", "full_batch": guess(1.0, 1.0)},
+        "a": {**guess(9.0, 9.0), "level": "exact", "full_batch": guess(2.0, 3.6)},
+    }
+    found = module.compared_while_full(rows, guesses)["full_batch"]
+    assert (found["worst_pct"], found["tokens_per_round_error"]["worst_pct"]) == (20.0, 0.0)
+    assert found["bar"]["worst_pct"] == {"at_most": 8.0, "met": False}
+    assert module.policy_rows(rows, guesses)[1][6:] == [9.0, pytest.approx(48 / 18, abs=1e-4), 2.0, 2.5, 3.6, 3.6]
+    del rows[0]["measured"]["full_batch"]
+    assert module.compared_while_full(rows, guesses) == {}
+    assert len(module.policy_rows(rows, guesses)[0]) == 8
+
+
 def test_a_perfect_prediction_has_no_error(script):
     rows = [made_up("plain", 0, 1.0, 1.0), made_up("a", 4, 2.0, 3.0), made_up("b", 4, 1.6, 2.0)]
     found = script("prediction_records").compared(

@@ -251,6 +251,47 @@ def test_validate_warms_up_before_it_times_and_times_no_run_that_captured(shared
     assert found["policies"][0]["measured"]["tokens"] == 5 * workload["new_tokens"]
 
 
+def test_validate_tells_full_batches_from_whole_runs(shared, tmp_path, monkeypatch):
+    """Batches of 2, 2 and 1: what was measured until the first of each ended, restated from the rounds themselves."""
+    runs, decode = {}, validate._decode
+
+    def noted(sequences, result, sampling, numbers):
+        rounds = decode(sequences, result, sampling, numbers)
+        runs.setdefault(result.policy.k_max, {}).setdefault(numbers[0], []).append(rounds)
+        return rounds
+
+    monkeypatch.setattr(validate, "_decode", noted)
+    settings = {"workload": {**shared["workload"], "documents": 5}, "split": "all", "batch": 2}
+    expected = {"speedup": 2.0, "full_batch": {"speedup": 3.0, "tokens_per_round": 2.0}}
+    settings["policies"] = [{**FIXED, "expected": expected}, {**RATE, "expected": {**expected, "speedup": 1.5}}]
+    found = validate.run({**shared, **settings, "repeats": 1, "bootstrap": 10, "out": str(tmp_path / "v")})
+    us_per_token = {}
+    for k_max, groups in runs.items():
+        time_us = tokens = lanes = 0
+        for number, group in groups.items():
+            warm = group[1:] if number in (0, 4) else group  # new sequences run once before they are timed
+            full = [[r for r in rounds if r.active.all()] for rounds in warm]
+            spent_us = [r.draft_us + r.verify_us + r.select_us + r.host_us for rounds in full for r in rounds]
+            time_us += sum(spent_us) / len(full)
+            tokens += sum(len(e) for r in full[-1] for e in r.emitted)
+            lanes += sum(len(r.active) for r in full[-1])
+        us_per_token[k_max] = time_us / tokens
+        for row in found["policies"]:
+            if row["k_max"] == k_max:
+                m = row["measured"]["full_batch"]
+                assert (m["tokens"], m["tokens_per_round"]) == (tokens, pytest.approx(tokens / lanes))
+                assert m["us_per_token"] == pytest.approx(us_per_token[k_max])
+    written = json.loads((tmp_path / "v" / "validation.json").read_text())
+    errors = []
+    for row in written["policies"]:
+        m = row["measured"]["full_batch"]
+        assert m["speedup"] == pytest.approx(us_per_token[0] / us_per_token[row["k_max"]])
+        assert m["tokens"] < row["measured"]["tokens"]
+        errors.append(abs(3.0 / m["speedup"] - 1.0))
+    assert written["full_batch_ranking"]["worst_error_frac"] == pytest.approx(max(errors))
+    assert written["worst_error_frac"] != written["full_batch_ranking"]["worst_error_frac"]
+
+
 def test_validate_sees_an_output_that_is_not_the_plain_one(shared, tmp_path, monkeypatch):
     """An acceptance rule that accepts every draft is caught by the comparison with plain decoding."""
     from specdial.engine import loop

@@ -147,17 +147,51 @@ def test_time_equals_the_sum_of_each_rounds_price(trace, costs, made, batch):
         for c, cell_list in made
     ]
     for outcome in replay(trace, costs, policies, batch=batch, bootstrap=0, keep_rounds=True):
-        slow_us = priced_slowly(trace, costs, outcome, batch)
+        slow_us = priced_slowly(trace, costs, outcome.policy, rows_of(outcome.round_log), batch)
         assert outcome.us_per_token * outcome.tokens == pytest.approx(slow_us, rel=1e-9)
         assert sum(outcome.breakdown.values()) == pytest.approx(outcome.us_per_token)
 
 
-def priced_slowly(trace, costs, outcome, batch):
-    """Group the logged rounds into batches and price them one by one."""
-    policy, total = outcome.policy, 0.0
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(controller=controllers, cell_list=cells, batch=st.integers(2, 4))
+def test_a_full_batch_is_what_was_decoded_until_the_first_ended(trace, costs, controller, cell_list, batch):
+    kv = {"budget": 256, "sink": 4, "recent": 16}
+    drafting = policy_from_mapping({"controller": controller, "draft_kv": kv, "cells": cell_list})
+    none = policy_from_mapping({"drafter": {"kind": "none"}, "controller": {"kind": "none"}, "draft_kv": kv})
+    plain_us = None
+    for outcome in replay(trace, costs, [none, drafting], batch=batch, bootstrap=0, keep_rounds=True, full_batch=True):
+        rows = while_full(trace, rows_of(outcome.round_log), batch)
+        tokens, full = sum(row[5] for row in rows), outcome.full_batch
+        assert full.tokens_per_round == pytest.approx(tokens / len(rows))
+        us_per_token = priced_slowly(trace, costs, outcome.policy, rows, batch) / tokens
+        plain_us = plain_us or us_per_token
+        assert full.us_per_token == pytest.approx(us_per_token, rel=1e-9)
+        assert full.speedup == pytest.approx(plain_us / us_per_token, rel=1e-9)
+    (whole,) = replay(trace, costs, [drafting], batch=batch, bootstrap=0)
+    assert whole.us_per_token == outcome.us_per_token
+    assert whole.full_batch is None
+    (single,) = replay(trace, costs, [drafting], batch=1, bootstrap=0, full_batch=True)
+    assert single.full_batch is None
+
+
+def while_full(trace, rows, batch):
+    """The rows of rounds in which every document of a batch has one."""
+    documents, counts = [d["doc"] for d in trace.meta["documents"]], {}
+    for row in rows:
+        counts[row[0]] = counts.get(row[0], 0) + 1
+    last = {}
+    for first in range(0, len(documents), batch):
+        group = documents[first : first + batch]
+        last |= dict.fromkeys(group, min(counts[d] for d in group))
+    return [row for row in rows if row[1] < last[row[0]]]
+
+
+def priced_slowly(trace, costs, policy, rows, batch):
+    """Group logged rounds into batches and price them one by one."""
+    total = 0.0
     documents = trace.meta["documents"]
     by_doc = {d["doc"]: [] for d in documents}
-    for row in rows_of(outcome.round_log):
+    for row in rows:
         by_doc[row[0]].append(row)
     for first in range(0, len(documents), batch):
         group = [d["doc"] for d in documents[first : first + batch]]
