@@ -68,7 +68,7 @@ def arguments(argv):
         "repeats": "of every measurement",
         "calibrations": "repeats of every cost",
         "part": "test documents a validation, 0 for all",
-        "own": "test documents of the in-sample record, 0 for all",
+        "own": "test documents of the in-sample record, 0 for all, fewer than a part for none",
     }
     for name, what in meant.items():
         key = name.replace("-", "_")

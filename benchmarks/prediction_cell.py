@@ -199,7 +199,7 @@ def timed(cell):
 
 
 def measure_batch(cell, batch, float8, clock):
-    """Yields the held-out record of one batch after every part, then the in-sample one.
+    """Yields the held-out record of one batch after every part, then the in-sample one of the parts that a.own covers.
 
     float8: policies by budget, each recorded on its own. Parts are of a.part documents, a batch at the least, and the
     policies' order moves on from part to part; after a.minutes no further part is begun.
@@ -223,7 +223,11 @@ def measure_batch(cell, batch, float8, clock):
             chosen = [*policies[turn:], *policies[:turn]]
             parts.append(validated(cell, batch, chosen, held_out, measured[first : first + size], out))
         yield row(cell, batch, "held-out", parts, held_out, min(first + size, len(measured)))
-    own = measured[: min(len(parts) * size, a.own or len(measured))]
+    if a.own:
+        parts = parts[: a.own // size]
+    if not parts:
+        return
+    own = measured[: len(parts) * size]
     with clock.stage(f"{cell.name} predict B{batch} in sample"):
         in_sample = {}
         for name, same in zip(names, by_trace):
@@ -231,7 +235,7 @@ def measure_batch(cell, batch, float8, clock):
             shutil.rmtree(trace, ignore_errors=True)
             part_of(cell.folder / name, trace, [d.index for d in own])
             in_sample |= predicted(cell, trace, same, batch, "test")
-    yield row(cell, batch, "in-sample", parts[: -(-len(own) // size)], in_sample, len(own))
+    yield row(cell, batch, "in-sample", parts, in_sample, len(own))
 
 
 def validated(cell, batch, policies, held_out, documents, out, said=EXPECTED):

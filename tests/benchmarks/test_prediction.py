@@ -32,6 +32,8 @@ def test_dry_run_of_a_batch_with_float8_and_traces(script, tiny_checkpoint, tmp_
         assert -1 <= row["rank_correlation"] <= 1
         for name, bar in row["bar"].items():
             assert bar["met"] == (row[name] <= bar["at_most"])
+        full = row["full_batch"]
+        assert full["bar"]["median_pct"]["met"] == (full["median_pct"] <= full["bar"]["median_pct"]["at_most"])
         assert "/" not in row["command"].removeprefix("python3 benchmarks/prediction.py")
     table = rows["dry-novel-300-B2-in-sample"]["policies"]
     dense = [line for line in table if not line[0].startswith("fp8")]
@@ -40,8 +42,9 @@ def test_dry_run_of_a_batch_with_float8_and_traces(script, tiny_checkpoint, tmp_
     assert len({line[0] for line in table}) == 31
     assert table[0][0] == "plain"
     assert {line[1] for line in dense} == {"exact"}
-    for *_, own_tokens, measured_tokens in dense:
+    for *_, own_tokens, measured_tokens, _, _, own_full, measured_full in dense:
         assert own_tokens == measured_tokens  # dense replay is exact on a CPU: what is left is cost
+        assert own_full == measured_full
     left = read_trace(tmp_path / f"{Path(model).stem}-novel-300")
     assert [d["split"] for d in left.meta["documents"]] == ["train"] * 3
     assert model not in json.dumps(left.meta)
