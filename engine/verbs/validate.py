@@ -11,7 +11,7 @@ decoding of its own that is not timed (fidelity), and stands beside what was pre
 among themselves. Python's collector walks nothing older than a group of documents while the group is timed (garbage).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,7 @@ from specdial.policies.schema import Policy, plain_policy, policy_from_mapping
 SCHEMA = "specdial/validation/1"
 PLAIN = plain_policy()
 FULL_BATCH = "full_batch"
+PARTS = ("draft", "verify", "select", "host")
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +76,7 @@ class Measured:
     full_us: list[list[float]] = field(default_factory=list)
     full_tokens: int = 0
     full_rounds: int = 0
+    longest: Round | None = None  # of all that were timed
     tokens: int = 0
     rounds: int = 0
     drafted: int = 0
@@ -172,19 +174,18 @@ def _measure_group(
         result.times_us.append([])
         result.full_us.append([])
     for repeat in range(0 if cold else 1, s.repeats + 1):
-        plain_us: list[tuple[float, float]] = []
+        plain: list[list[Round]] = []
         for place in _order(len(results), repeat):
             result = results[place]
             rounds = (_timed if repeat else _decode)(sequences, result, s.sampling, numbers)
-            spent_us = _spent_us(rounds), _spent_us(_while_full(rounds))
             if place == 0:
-                plain_us.append(spent_us)
+                plain.append(rounds)
             elif repeat:
-                _add(result, spent_us)
+                _add(result, rounds)
             last[place] = rounds, [list(t) for t in sequences.tokens]
             bar.advance(1, result.policy.name)
         if repeat:
-            _add(results[0], np.mean(plain_us, axis=0).tolist())
+            _add(results[0], *plain)
     reference = last[0][1] if s.sampling.greedy else None  # plain comes first
     for result, (rounds, tokens) in zip(results, last):
         _count(result, rounds, tokens, reference)
@@ -214,8 +215,12 @@ def _decode(sequences: Sequences, result: Measured, sampling: Sampling, numbers:
     return list(Decoding(sequences, result.policy, sampling, numbers, synthetic=result.synthetic).rounds())
 
 
+def _round_us(r: Round) -> float:
+    return r.draft_us + r.verify_us + r.select_us + r.host_us
+
+
 def _spent_us(rounds: list[Round]) -> float:
-    return sum(r.draft_us + r.verify_us + r.select_us + r.host_us for r in rounds)
+    return sum(_round_us(r) for r in rounds)
 
 
 def _while_full(rounds: list[Round]) -> list[Round]:
@@ -223,10 +228,12 @@ def _while_full(rounds: list[Round]) -> list[Round]:
     return [r for r in rounds if r.active.all()]
 
 
-def _add(result: Measured, spent_us: Sequence[float]) -> None:
-    """spent_us: (all of one run of the last group, its rounds while all of it decodes)."""
-    result.times_us[-1].append(spent_us[0])
-    result.full_us[-1].append(spent_us[1])
+def _add(result: Measured, *runs: list[Round]) -> None:
+    """Note a repeat of the last group, the mean of these runs."""
+    result.times_us[-1].append(float(np.mean([_spent_us(run) for run in runs])))
+    result.full_us[-1].append(float(np.mean([_spent_us(_while_full(run)) for run in runs])))
+    timed = [r for run in runs for r in run]
+    result.longest = max([*timed, *([result.longest] if result.longest else [])], key=_round_us)
 
 
 def _count(
@@ -280,6 +287,7 @@ def _row(policy: Policy, result: Measured, plain: Measured, s: Settings) -> dict
             "repeat_spread_frac": float(
                 max((max(t) - min(t)) / np.median(t) for t in result.times_us) if s.repeats > 1 else 0.0
             ),
+            "longest_round": {f"{part}_us": getattr(result.longest, f"{part}_us") for part in PARTS},
             **said_of(result.synthetic),
         },
         "error_frac": None if predicted is None else float(predicted / speedup - 1.0),

@@ -281,6 +281,10 @@ def test_validate_tells_full_batches_from_whole_runs(shared, tmp_path, monkeypat
                 m = row["measured"]["full_batch"]
                 assert (m["tokens"], m["tokens_per_round"]) == (tokens, pytest.approx(tokens / lanes))
                 assert m["us_per_token"] == pytest.approx(us_per_token[k_max])
+                rounds = [r for n, group in groups.items() for run in group[n in (0, 4) :] for r in run]
+                longest = max(rounds, key=lambda r: r.draft_us + r.verify_us + r.select_us + r.host_us)
+                parts = ("draft_us", "verify_us", "select_us", "host_us")
+                assert row["measured"]["longest_round"] == {part: getattr(longest, part) for part in parts}
     written = json.loads((tmp_path / "v" / "validation.json").read_text())
     errors = []
     for row in written["policies"]:
