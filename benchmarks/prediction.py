@@ -44,7 +44,7 @@ from specdial.policies.errors import UserError
 FULL = {"id": "S3", "contexts": [8000], "batches": [1, 16], "train": 16, "test": 16, "singles": 2, "new_tokens": 64}
 FULL |= {"budgets": [256, 512], "page": 16, "repeats": 3, "calibrations": 5, "part": 0, "own": 0, "minutes": 0.0}
 SMALL = FULL | {"id": "S2", "contexts": [512], "batches": [1], "train": 44, "test": 36, "singles": 36, "new_tokens": 24}
-SMALL |= {"budgets": [128, 256], "page": 1, "repeats": 1, "calibrations": 9, "part": 6, "own": 6}
+SMALL |= {"budgets": [128, 256], "page": 1, "repeats": 1, "calibrations": 27, "part": 6, "own": 6}
 DRY = SMALL | {"id": "dry", "contexts": [300], "batches": [1, 2], "train": 2, "test": 2, "new_tokens": 12}
 DRY |= {"calibrations": 3, "own": 0}
 LEFT_DOCUMENTS, LEFT_BYTES = 3, 140_000  # of a trace left for the tests, meta.json not counted

@@ -35,18 +35,8 @@ from specdial.simulator.lanes import read_record
 from specdial.simulator.verbs import replay
 
 EXPECTED = (
-    "speedup",
-    "low",
-    "high",
-    "level",
-    "tokens_per_round",
-    "alpha",
-    "gamma",
-    "k",
-    "budget",
-    "batch",
-    "full_batch",
-)
+    "speedup", "low", "high", "level", "full_batch", "tokens_per_round", "alpha", "gamma", "k", "budget", "batch",
+)  # fmt: skip
 
 
 @dataclass

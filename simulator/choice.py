@@ -2,7 +2,7 @@
 
 Finalists are the front and the best in the first objective of the tuning split, every fixed k, and plain. The winner is
 the best of them in the first objective on the selection split, within the bounds; where that is speed and even its
-interval's lower end does not exceed 1, plain decoding is the answer.
+interval's lower end (of a full batch, which has none, itself) does not exceed 1, plain decoding is the answer.
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from specdial.policies.schema import Policy, policy_from_mapping
 from specdial.simulator.analytic import crossover_alpha, crossover_gamma
 from specdial.simulator.inversion import verify_ratio
-from specdial.simulator.objectives import Goal, front, measured_metrics
+from specdial.simulator.objectives import FULL_BATCH_SPEEDUP, Goal, front, full_batch_speedup, measured_metrics
 from specdial.simulator.outcome import Outcome
 from specdial.simulator.search import Evaluate, Found, Tried, fixed_points
 from specdial.simulator.space import Space
@@ -92,13 +92,15 @@ def choose(space: Space, found: Found, evaluate: Evaluate, goal: Goal, batch: in
     plain, drafting = outcomes[0], [o for o in outcomes[1:] if o.speedup is not None]
     best_fixed = max((o for o in outcomes[1 : 1 + len(fixed)] if o.speedup is not None), key=_speed)
     best, feasible = _best(drafting, goal, space)
-    pays = (best.low if best.low is not None else _speed(best)) > 1.0
+    full = goal.objectives[0] == FULL_BATCH_SPEEDUP
+    speed = (lambda outcome: full_batch_speedup(outcome, space.record) or 0.0) if full else _speed
+    pays = (best.low if best.low is not None and not full else speed(best)) > 1.0
     lossless, _ = _best([o for o in drafting if o.lossless], goal, space)
-    slower = goal.objectives[0] == "speedup" and not pays
+    slower = (full or goal.objectives[0] == "speedup") and not pays
     first = 1 + len(fixed)
     return Choice(
         best=plain if slower else best,
-        best_lossless=plain if slower or _speed(lossless) <= 1.0 else lossless,
+        best_lossless=plain if slower or speed(lossless) <= 1.0 else lossless,
         best_fixed=best_fixed,
         plain=plain,
         front=tuple(outcomes[first : first + len(ahead)]),

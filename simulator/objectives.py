@@ -19,6 +19,7 @@ Floats = npt.NDArray[np.float64]
 Metrics = dict[str, float | None]
 Direction = Literal["maximize", "minimize"]
 TAIL_PERCENT = 95.0
+FULL_BATCH_SPEEDUP = "full_batch_speedup"
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +47,13 @@ def tail_us_per_token(outcome: Outcome, record: Record) -> float | None:
     return float(np.percentile(outcome.unit_us / per_unit, TAIL_PERCENT))
 
 
+def full_batch_speedup(outcome: Outcome, record: Record) -> float | None:
+    """While every sequence of a batch decodes; of a batch of one that is its speedup."""
+    if outcome.batch == 1:
+        return outcome.speedup
+    return None if outcome.full_batch is None else outcome.full_batch.speedup
+
+
 def _fidelity(name: str, of_lossless: float) -> Callable[[Outcome, Record], float | None]:
     """A prediction of simulator.fidelity; lossless policies are as good as can be."""
 
@@ -60,6 +68,7 @@ def _fidelity(name: str, of_lossless: float) -> Callable[[Outcome, Record], floa
 
 METRICS: dict[str, Metric] = {
     "speedup": Metric("maximize", lambda outcome, record: outcome.speedup),
+    FULL_BATCH_SPEEDUP: Metric("maximize", full_batch_speedup),
     "kv_bytes_per_token": Metric("minimize", lambda outcome, record: outcome.kv_bytes_per_token),  # read, not held
     "tail_us_per_token": Metric("minimize", tail_us_per_token),
     "kl_nats": Metric("minimize", _fidelity("kl_nats", 0.0)),  # of full from partial verification, per token
@@ -95,6 +104,11 @@ class Goal:
                 raise UserError(f"constraints.{name} is {bound!r}", "give a number")
             bounds.append((name, float(bound)))
         return cls(tuple(objectives), tuple(bounds))
+
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        """What it looks at."""
+        return (*self.objectives, *(name for name, _ in self.bounds))
 
     @property
     def directions(self) -> list[Direction]:

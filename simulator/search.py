@@ -216,8 +216,7 @@ class _Worker:
 
     def _judged(self, digest: str, outcome: Outcome, batch: int) -> dict[str, Any]:
         metrics = measured_metrics(outcome, self.space.record)
-        wanted = (*self.plan.goal.objectives, *(name for name, _ in self.plan.goal.bounds))
-        lacking = [name for name in wanted if metrics[name] is None]
+        lacking = [name for name in self.plan.goal.metrics if metrics[name] is None]
         if outcome.level == "refused" or lacking:
             reason = outcome.reason if outcome.level == "refused" else f"replay does not know its {lacking[0]}"
             return _answer(digest, batch, "refused", reason, {})

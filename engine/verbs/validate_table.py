@@ -42,6 +42,7 @@ def _full_batch_text(row: dict[str, Any]) -> str:
 
 
 def print_validation(out: Path, job: Job, rows: list[dict[str, Any]], content: dict[str, Any]) -> None:
+    """One row a policy, and below what all of them say. out, job: for the title; rows, content: of validation.json."""
     said = (" (random weights)" if job.model.random else "") + (SAID if "acceptance" in content else "")
     table = Table(title=f"validation {out}: {job.name}{said}, split {content['split']}", title_justify="left")
     lossy = any(not row["lossless"] for row in rows)

@@ -28,7 +28,7 @@ from specdial.simulator.corrections import corrected, read_corrections
 from specdial.simulator.costs import CostModel
 from specdial.simulator.lanes import Record, read_record
 from specdial.simulator.load import caveats, load_costs, marked, trace_digest
-from specdial.simulator.objectives import Goal
+from specdial.simulator.objectives import FULL_BATCH_SPEEDUP, Goal
 from specdial.simulator.outcome import Outcome
 from specdial.simulator.replay import replay
 from specdial.simulator.samplers import Sampler, sampler_for
@@ -88,13 +88,14 @@ class _Run:
     select_split: str
 
     def evaluate(self, split: str, bootstrap: int) -> Evaluate:
-        """Replay on one split. bootstrap: 0 in a search, which needs no more than a score of each policy."""
+        """Replay on one split. bootstrap: 0 in a search, which needs no more than what its goal looks at."""
+
+        full_batch = bootstrap > 0 or FULL_BATCH_SPEEDUP in self.plan.goal.metrics
 
         def run(policies: Any, batch: int) -> list[Outcome]:
             seed = self.settings.seed
-            thorough = bootstrap > 0
             return replay(
-                self.record, self.costs, policies, split, batch, bootstrap=bootstrap, seed=seed, full_batch=thorough
+                self.record, self.costs, policies, split, batch, bootstrap=bootstrap, seed=seed, full_batch=full_batch
             )
 
         return run

@@ -40,6 +40,16 @@ def test_the_tail_is_that_of_the_slowest_documents(trace, costs, policy):
     assert tail_us_per_token(Outcome(policy("none"), "refused", "", True, (), 1, 0), record) is None
 
 
+def test_a_full_batch_speedup_is_that_of_full_batches_and_of_one_sequence_its_own(trace, costs, policy):
+    record, name = read_record(trace), "full_batch_speedup"
+    (single,) = replay(record, costs, [policy("fixed")], batch=1, bootstrap=0)
+    assert measured_metrics(single, record)[name] == single.speedup
+    (batched,) = replay(record, costs, [policy("fixed")], batch=4, bootstrap=0, full_batch=True)
+    assert measured_metrics(batched, record)[name] == batched.full_batch.speedup != batched.speedup
+    (unknown,) = replay(record, costs, [policy("fixed")], batch=4, bootstrap=0)
+    assert measured_metrics(unknown, record)[name] is None
+
+
 def test_fidelity_is_known_of_lossless_policies_and_of_what_was_probed(trace, policy):
     record = read_record(trace)
     lossless = Outcome(policy("fixed"), "exact", None, True, (), 1, 0)

@@ -63,6 +63,23 @@ def test_an_easy_trace_pays_and_its_files_load(files, tmp_path):
     assert plain.k_max == 0
 
 
+def test_full_batches_decide_where_they_are_asked_for(files, tmp_path):
+    """The winner is the best of the finalists by that speedup, and every trial was judged by it."""
+    write_synthetic_costs(tmp_path / "costs", (256, 512), (1, 3), Shape())
+    goal = {"objectives": ["full_batch_speedup"], "batch": 3, "costs": str(tmp_path / "costs"), "trials": 60}
+    result, out = tune(files, tmp_path, **goal)
+    study = json.loads((out / "study.json").read_text())
+    judged = [row for row in study["tried"] if row["level"] != "refused"]
+    assert judged
+    assert None not in {row["values"]["train"]["full_batch_speedup"] for row in judged}
+    assert result["pays"]
+    finalists = [load_policy(path).expected["full_batch"]["speedup"] for path in (out / "policies").glob("*.yaml")]
+    assert result["full_batch"]["speedup"] == pytest.approx(max(finalists))
+    hard, _ = tune(files, tmp_path / "hard", trace="hard", **goal)
+    assert not hard["pays"]
+    assert hard["k"] == 0.0
+
+
 def test_a_hard_trace_ends_in_plain_decoding_with_the_crossover(files, tmp_path):
     result, out = tune(files, tmp_path, trace="hard")
     assert not result["pays"]

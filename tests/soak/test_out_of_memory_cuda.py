@@ -3,8 +3,11 @@
 The device is filled for real, down to the allocator's smallest blocks.
 """
 
+import fcntl
 import os
 import sys
+import tempfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -29,6 +32,14 @@ def filled():
         except torch.OutOfMemoryError:
             size //= 2
     return held
+
+
+@pytest.fixture(autouse=True)
+def one_at_a_time():
+    """What one of these tests fills, another in a process beside it cannot use."""
+    with (Path(tempfile.gettempdir()) / "specdial-tests-full-device.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 @pytest.fixture
