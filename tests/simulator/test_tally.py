@@ -118,8 +118,8 @@ def test_what_a_sparse_record_lacks_is_remembered_by_policy(record, policy, monk
     """The second of two policies misses a draft in one round; of a complete record nobody asks."""
     steps = tallies.rounds
 
-    def missing(*given):
-        for number, step in enumerate(steps(*given)):
+    def missing(*given, **named):
+        for number, step in enumerate(steps(*given, **named)):
             yield dataclasses.replace(step, missing=(np.arange(len(step.k)) == 7) & (number == 1))
 
     monkeypatch.setattr(tallies, "rounds", missing)
