@@ -25,7 +25,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent / "kernels"))
 sys.path.insert(0, str(Path(__file__).resolve().parent / "engine"))
 from _bench import finish, gate, record, relative_error, time_graph
-from _engine_bench import PARTS, accounts, check, close, complete, save, script
+from _engine_bench import accounts, check, close, complete, save, script
 from _real_records import is_1_5b, peers
 from prompts import given
 from specpv import Cell, fidelities, needle_records, rounded, sequences_for, timed
@@ -138,7 +138,7 @@ def forced_case(accepted, windows, rounds=48):
             next(running)
         done = [next(running) for _ in range(rounds)]
         running.close()
-        spent_us = sum(getattr(r, f"{part}_us") for r in done for part in PARTS)
+        spent_us = sum(r.spent_us for r in done)
         speed[name] = sum(len(e) for r in done for e in r.emitted) / spent_us * 1e6
         case = f"{name}, {D4['target']} + {D4['draft']} shapes, random weights, B {B}, context {context}"
         case += f", acceptance forced (synthetic acceptance, {accepted} tokens a verify asked)" if policy.k_max else ""

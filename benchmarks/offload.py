@@ -41,7 +41,6 @@ USED_FRAC = 0.85  # of free host memory
 SLACK_TOKENS = 2048  # behind the context
 ACCEPTED = (1.0, 1.0, 0.0)  # probability of acceptance by depth
 K = 4
-PARTS = ("draft", "verify", "select", "host")
 FULL_ROUNDS = {1: 4, 8: 2, 32: 2, 64: 2}  # measured at a full period
 
 
@@ -149,20 +148,16 @@ def timed(s, one, full_rounds):
     return rounds, transfers
 
 
-def ms(r):
-    return sum(getattr(r, f"{part}_us") for part in PARTS) / 1e3
-
-
 def measured(s, one, id, about, full_rounds):
     cuda = s.decoder.device.type == "cuda"
     s.hold(s.tokens[0][: int(s.prompt_tokens[0])], limit=SLACK_TOKENS - 200)
     if cuda:
         torch.cuda.reset_peak_memory_stats()
     rounds, transfers = timed(s, one, full_rounds)
-    spent_ms, tokens = sum(map(ms, rounds)), sum(len(e) for r in rounds for e in r.emitted)
+    spent_ms, tokens = sum(r.spent_us for r in rounds) / 1e3, sum(len(e) for r in rounds for e in r.emitted)
     full = [r for r in rounds if r.mode == "full"]
     chosen, kept = (
-        [ms(r) for r in rounds if r.mode == "partial" and (r.rounds_since_full == 1) is first]
+        [r.spent_us / 1e3 for r in rounds if r.mode == "partial" and (r.rounds_since_full == 1) is first]
         for first in (True, False)
     )
     moved, waited = (statistics.median(column) for column in zip(*transfers))
@@ -171,7 +166,7 @@ def measured(s, one, id, about, full_rounds):
         id, about, tokens / spent_ms * 1e3, "tokens/s",
         synthetic_acceptance=list(ACCEPTED) if one.k_max else None, full_period=one.verify_kv.full_period,
         rounds=len(rounds), tokens_per_round=round(tokens / len(rounds), 3), bytes=size,
-        full_round_ms=round(statistics.median(map(ms, full)), 2),
+        full_round_ms=round(statistics.median(r.spent_us for r in full) / 1e3, 2),
         choosing_round_ms=round(statistics.median(chosen), 2) if chosen else None,
         partial_round_ms=round(statistics.median(kept), 3) if kept else None,
         transfer_ms=round(moved / 1e3, 2), exposed_ms=round(waited / 1e3, 2), hidden_frac=round(1 - waited / moved, 4),

@@ -76,40 +76,35 @@ def merged(parts):
     rows = []
     for digest, row in by_part[0].items():
         found = [part[digest]["measured"] for part in by_part]
-        tokens = np.array([m["tokens"] for m in found])
-        time_us = np.array([m["us_per_token"] for m in found]) * tokens
+        time_us = np.array([m["us_per_token"] * m["tokens"] for m in found])
         low, high = np.percentile(base_us[draws].sum(axis=1) / time_us[draws].sum(axis=1), [2.5, 97.5])
-        rounds = tokens / np.array([m["tokens_per_round"] for m in found])
-        differing = sum(m["documents_differing_from_plain"] for m in found)
         total = {
-            "speedup": base_us.sum() / time_us.sum(),
-            "low": low,
-            "high": high,
-            "us_per_token": time_us.sum() / tokens.sum(),
-            "tokens_per_round": tokens.sum() / rounds.sum(),
-            "repeat_spread_frac": max(m["repeat_spread_frac"] for m in found),
+            **summed(found, plain),
+            "low": float(low),
+            "high": float(high),
+            "repeat_spread_frac": float(max(m["repeat_spread_frac"] for m in found)),
+            "documents_differing_from_plain": sum(m["documents_differing_from_plain"] for m in found),
         }
-        whole = {"tokens": int(tokens.sum()), "documents_differing_from_plain": differing}
-        whole |= _merged_while_full(found, plain)
-        rows.append({**row, "measured": {**{name: float(v) for name, v in total.items()}, **whole}})
+        if all("full_batch" in m for m in found):
+            total["full_batch"] = summed(*([m["full_batch"] for m in measured] for measured in (found, plain)))
+        rows.append({**row, "measured": total})
     return rows
 
 
-def _merged_while_full(found, plain):
-    """`full_batch` of a policy's parts as one, where they have it; plain: what plain decoding measured in them."""
-    if not all("full_batch" in m for m in found):
-        return {}
-    tokens, rounds, time_us = (np.array(values) for values in zip(*(_full_sums(m["full_batch"]) for m in found)))
-    base_tokens, _, base_us = (np.array(values) for values in zip(*(_full_sums(m["full_batch"]) for m in plain)))
-    us_per_token = float(time_us.sum() / tokens.sum())
-    speedup = float(base_us.sum() / base_tokens.sum()) / us_per_token
-    total = {"us_per_token": us_per_token, "tokens_per_round": float(tokens.sum() / rounds.sum())}
-    return {"full_batch": {"speedup": speedup, **total, "tokens": int(tokens.sum())}}
-
-
-def _full_sums(m):
-    """(tokens, rounds, microseconds)."""
-    return m["tokens"], m["tokens"] / m["tokens_per_round"], m["tokens"] * m["us_per_token"]
+def summed(found, plain):
+    """What was measured in several parts, as if in one; plain: what plain decoding measured in the same."""
+    tokens = np.array([m["tokens"] for m in found])  # [parts]
+    rounds = tokens / np.array([m["tokens_per_round"] for m in found])
+    us_per_token, base_us_per_token = (
+        sum(m["us_per_token"] * m["tokens"] for m in measured) / sum(m["tokens"] for m in measured)
+        for measured in (found, plain)
+    )
+    return {
+        "speedup": float(base_us_per_token / us_per_token),
+        "us_per_token": float(us_per_token),
+        "tokens": int(tokens.sum()),
+        "tokens_per_round": float(tokens.sum() / rounds.sum()),
+    }
 
 
 def row_of(id, state, found, about):

@@ -9,7 +9,6 @@ import sys
 import time
 
 import numpy as np
-from _engine_bench import PARTS
 
 from specdial.engine.batches import Batches
 from specdial.engine.garbage import collected
@@ -66,7 +65,7 @@ def measured(job, groups, policies, repeats, until_s=float("inf")):
                 capturing_us = s.graphs.capturing_us
                 s.rewind()
                 rounds = list(Decoding(s, policies[p], Sampling(), [d.index for d in group]).rounds())
-            times[g, repeat, p] = sum(getattr(r, f"{part}_us") for r in rounds for part in PARTS)
+            times[g, repeat, p] = sum(r.spent_us for r in rounds)
             plain = plain or [list(t) for t in s.tokens]
             if repeat == 0:
                 differing[p] += sum(a != b for a, b in zip(s.tokens, plain))

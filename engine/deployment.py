@@ -12,8 +12,9 @@ from typing import Any
 
 from specdial.engine.acceptance import Acceptance, said_of
 from specdial.engine.job import Job, describe, empty_sequences, hardware
-from specdial.engine.loop import Decoding, Round
+from specdial.engine.loop import Decoding
 from specdial.engine.recorder import Recorder
+from specdial.engine.round import Round
 from specdial.engine.sampling import Sampling
 from specdial.engine.sequences import Sequences
 from specdial.engine.trace.writer import TraceWriter

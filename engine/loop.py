@@ -12,7 +12,6 @@ accepted as a chain does (tree_acceptance). Leaves out everything around the rou
 from collections.abc import Generator, Hashable
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
 
 import numpy as np
 import torch
@@ -26,6 +25,7 @@ from specdial.engine.drafters.sparse_self import SparseSelf
 from specdial.engine.drafters.tree import DraftTree, TreeEagle
 from specdial.engine.head_reader import HeadReader
 from specdial.engine.offload import HostCache
+from specdial.engine.round import Round
 from specdial.engine.round_state import (
     DRAFTED,
     SELECTED,
@@ -45,39 +45,6 @@ from specdial.engine.verification import Plan, Schedule, verifications
 from specdial.kernels.settle import settle
 from specdial.policies.controllers import Controller, Signals, draft_limit, longest_draft, make_controller
 from specdial.policies.schema import Policy
-
-
-@dataclass(frozen=True, slots=True)
-class Round:
-    """One round of a batch. Arrays are [B]; sequences outside `active` took no part.
-
-    context_tokens: committed length at the start. Times are for the whole batch, in microseconds; host_us is all the
-    round took beyond drafts, verification and selection, the wait since the last round included.
-    drafts: [B, K] token ids, of a tree those accepted, then -1; signals: [B, K]; accept_prob: [B, K] in sampled
-    decoding, else None.
-    mode: over which keys drafts were verified; rounds_since_full: partial rounds since a full one, this included.
-    recomputed: rows that a full one put in front of its own. transfer_us: how long a full one's layers moved from host
-    memory, and exposed_us: how long it waited for them; None where keys are on the device, and in partial rounds.
-    """
-
-    active: np.ndarray
-    context_tokens: np.ndarray
-    k: np.ndarray
-    accepted: np.ndarray
-    emitted: list[list[int]]
-    plain: bool
-    draft_us: float
-    verify_us: float
-    select_us: float
-    host_us: float
-    drafts: np.ndarray
-    signals: Signals
-    accept_prob: np.ndarray | None
-    mode: Literal["full", "partial"] = "full"
-    rounds_since_full: int = 0
-    recomputed: int = 0
-    transfer_us: float | None = None
-    exposed_us: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

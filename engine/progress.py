@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from specdial.policies.progress import Bar, progress
 
 if TYPE_CHECKING:
-    from specdial.engine.loop import Round
+    from specdial.engine.round import Round
 
 __all__ = ["Bar", "Pace", "TextView", "progress", "text_view", "watched"]
 
@@ -36,7 +36,7 @@ class Pace:
         self.tokens += sum(map(len, round_.emitted))
         self._drafted += drafted
         self._accepted += int(round_.accepted.sum())
-        self._us += round_.draft_us + round_.verify_us + round_.select_us + round_.host_us
+        self._us += round_.spent_us
         self._k = drafted / max(int(round_.active.sum()), 1)
 
     def __str__(self) -> str:

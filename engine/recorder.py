@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from specdial.engine.loop import Round
+from specdial.engine.round import Round
 from specdial.engine.trace.schema import PLAIN
 from specdial.engine.workloads import Document
 

@@ -103,7 +103,7 @@ def rounds(
     lossy = any(not policy.lossless for policy in policies)
     schedule = Schedule(policies, count, batch, model) if lossy else None
     verified: Verified | None = None
-    groups = batches(count, batch)
+    first, sizes = batches(count, batch)
     position = start.copy()
     width = max(len(record.arms), 1)
     while True:
@@ -147,7 +147,6 @@ def rounds(
             schedule.note(verified, emitted)
         position = position + emitted
         if full:
-            first, sizes = groups
             over = np.logical_or.reduceat((position >= end).reshape(len(policies), count), first, axis=1)
             position = np.where(np.repeat(over, sizes, axis=1).reshape(-1), end, position)
 

@@ -14,6 +14,7 @@ from specdial.simulator.lanes import Documents, Record
 from specdial.simulator.loop import Step, rounds
 from specdial.simulator.outcome import Rounds
 from specdial.simulator.pricing import Bins
+from specdial.simulator.schedule import batches
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -30,8 +31,7 @@ class Units:
 
     @classmethod
     def of(cls, documents: int, batch: int) -> "Units":
-        first = np.arange(0, documents, batch)
-        return cls(first, np.minimum(batch, documents - first))
+        return cls(*batches(documents, batch))
 
     def largest(self, values: Ints) -> Ints:
         """[policies, documents] -> [policies, units]."""

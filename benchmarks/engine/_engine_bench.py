@@ -24,15 +24,15 @@ from _bench import finish, gate, relative_error
 from specdial.engine.garbage import collected
 from specdial.engine.history import History
 from specdial.engine.job import backend_for
-from specdial.engine.loop import Decoding, Round
+from specdial.engine.loop import Decoding
 from specdial.engine.models import Decoder
+from specdial.engine.round import PARTS, Round, while_full
 from specdial.engine.sampling import Sampling
 from specdial.engine.sequences import ROW_MULTIPLE, Sequences
 from specdial.engine.weights.random_weights import RandomWeights
 from specdial.policies.errors import UserError
 
 BANDWIDTH = 4.3e12  # bytes a second, the floor's
-PARTS = ("draft", "verify", "select", "host")
 
 
 def random_sequences(model, context, batch, history=None, slack=700):
@@ -126,9 +126,8 @@ class Run:
     @property
     def full_tokens_per_s(self) -> float:
         """While every sequence decodes: what a server that refills its batch would see."""
-        full = [r for r in self.rounds if r.active.all()]
-        spent_us = sum(getattr(r, f"{part}_us") for r in full for part in PARTS)
-        return sum(len(e) for r in full for e in r.emitted) / spent_us * 1e6
+        full = while_full(self.rounds)
+        return sum(len(e) for r in full for e in r.emitted) / sum(r.spent_us for r in full) * 1e6
 
 
 def synchronize(device):

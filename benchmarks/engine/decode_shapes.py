@@ -18,10 +18,11 @@ from torch.profiler import ProfilerActivity, profile
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "kernels"))
 from _bench import finish, record
-from _engine_bench import BANDWIDTH, PARTS, check, plain_bytes, random_sequences
+from _engine_bench import BANDWIDTH, check, plain_bytes, random_sequences
 
 from specdial.engine.history import HistorySpec
 from specdial.engine.loop import Decoding
+from specdial.engine.round import PARTS
 from specdial.engine.sampling import Sampling
 from specdial.engine.weights import load_model
 from specdial.policies.schema import plain_policy, policy_from_mapping
@@ -46,7 +47,7 @@ def timed(s, policy, rounds, warmup=6):
     done = [next(running) for _ in range(rounds)]
     wall_ms = (time.perf_counter() - started) * 1e3 / rounds
     running.close()
-    return sorted(sum(getattr(r, f"{part}_us") for part in PARTS) / 1e3 for r in done), done, wall_ms
+    return sorted(r.spent_us / 1e3 for r in done), done, wall_ms
 
 
 def idle_frac(s, policy, rounds=8, warmup=4):

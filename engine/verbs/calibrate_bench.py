@@ -21,7 +21,8 @@ from specdial.engine.drafters.summaries import Summaries
 from specdial.engine.garbage import collected
 from specdial.engine.job import Job, describe
 from specdial.engine.key_scores import Chooser
-from specdial.engine.loop import Decoding, Round
+from specdial.engine.loop import Decoding
+from specdial.engine.round import Round
 from specdial.engine.round_state import SELECTED, START
 from specdial.engine.sampling import Sampling
 from specdial.engine.sequences import Sequences

@@ -16,9 +16,9 @@ import numpy as np
 from specdial.engine.acceptance import SAID, Acceptance, said_of
 from specdial.engine.deployment import Deployment
 from specdial.engine.job import Job, ModelSettings
-from specdial.engine.loop import Round
 from specdial.engine.progress import text_view
 from specdial.engine.requests import documents, read_requests
+from specdial.engine.round import Round
 from specdial.engine.sampling import Sampling
 from specdial.engine.weights import load_model
 from specdial.engine.workloads import Document, WorkloadSpec

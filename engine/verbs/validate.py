@@ -24,8 +24,9 @@ from specdial.engine.batches import Batches
 from specdial.engine.fidelity import Fidelity, error_of, intervals, measure_fidelity, summary
 from specdial.engine.garbage import collected
 from specdial.engine.job import Job, ModelSettings, describe, hardware, history_spec, load_job
-from specdial.engine.loop import Decoding, Round
+from specdial.engine.loop import Decoding
 from specdial.engine.progress import Bar, progress
+from specdial.engine.round import PARTS, Round, while_full
 from specdial.engine.sampling import Sampling
 from specdial.engine.sequences import Sequences
 from specdial.engine.verbs.validate_table import print_validation
@@ -39,7 +40,6 @@ from specdial.policies.schema import Policy, plain_policy, policy_from_mapping
 SCHEMA = "specdial/validation/1"
 PLAIN = plain_policy()
 FULL_BATCH = "full_batch"
-PARTS = ("draft", "verify", "select", "host")
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +134,7 @@ def run(settings: Mapping[str, Any], job: Job | None = None) -> dict[str, Any]:
         "policies": rows,
         **_ranking(ranked),
         **({"lossy_ranking": _ranking([row for row in rows if not row["lossless"]])} if mixed else {}),
-        **({"full_batch_ranking": _ranking(ranked, FULL_BATCH)} if plain.full_rounds and s.batch > 1 else {}),
+        **({"full_batch_ranking": _ranking(ranked, FULL_BATCH)} if FULL_BATCH in ranked[0]["measured"] else {}),
         "config": to_plain(s),
         "provenance": provenance(),
     }
@@ -215,25 +215,16 @@ def _decode(sequences: Sequences, result: Measured, sampling: Sampling, numbers:
     return list(Decoding(sequences, result.policy, sampling, numbers, synthetic=result.synthetic).rounds())
 
 
-def _round_us(r: Round) -> float:
-    return r.draft_us + r.verify_us + r.select_us + r.host_us
-
-
 def _spent_us(rounds: list[Round]) -> float:
-    return sum(_round_us(r) for r in rounds)
-
-
-def _while_full(rounds: list[Round]) -> list[Round]:
-    """The rounds in which every sequence decodes."""
-    return [r for r in rounds if r.active.all()]
+    return sum(r.spent_us for r in rounds)
 
 
 def _add(result: Measured, *runs: list[Round]) -> None:
     """Note a repeat of the last group, the mean of these runs."""
     result.times_us[-1].append(float(np.mean([_spent_us(run) for run in runs])))
-    result.full_us[-1].append(float(np.mean([_spent_us(_while_full(run)) for run in runs])))
-    timed = [r for run in runs for r in run]
-    result.longest = max([*timed, *([result.longest] if result.longest else [])], key=_round_us)
+    result.full_us[-1].append(float(np.mean([_spent_us(while_full(run)) for run in runs])))
+    known = [] if result.longest is None else [result.longest]
+    result.longest = max((r for run in (known, *runs) for r in run), key=lambda r: r.spent_us)
 
 
 def _count(
@@ -245,7 +236,7 @@ def _count(
     """reference: the plain outputs, where ours must equal them. Synthetic acceptance makes no text to compare."""
     result.rounds += sum(int(r.active.sum()) for r in rounds)
     result.tokens += sum(len(e) for r in rounds for e in r.emitted)
-    full = _while_full(rounds)
+    full = while_full(rounds)
     result.full_rounds += sum(len(r.active) for r in full)
     result.full_tokens += sum(len(e) for r in full for e in r.emitted)
     result.drafted += sum(int(r.k.sum()) for r in rounds)

@@ -33,14 +33,14 @@ def test_dry_run(script, tiny_checkpoint, tmp_path, capsys):
     sizes = ["--contexts", "400", "--new-tokens", "12"]
     script("prompts").main(["--model", model, "--out", str(prompts), "--count", "2", *sizes])
     command = ["--model", model, "--dry", "--prompts", str(prompts), "--streaming", "64", "--policy", str(policy)]
-    records = script("real_text").main([*command, "--workloads", "summary", *sizes])
+    records = script("real_text").main([*command, "--workloads", "novel", "summary", *sizes])
     by_id = {r["id"]: r for r in records}
     names = ("k3-c64-p1", "k3-c64-p16", "sparse_self_entropy")
     wanted = {
-        *(f"dry-E3-summary-0k-B{b}" for b in (1, 2)),
-        *(f"dry-E7-summary-0k-B{b}-stream-k3-c64" for b in (1, 2)),
-        *(f"dry-E6-summary-0k-B1-{n}" for n in names),
-        *(f"dry-E4-summary-0k-B2-{n}" for n in names),
+        *(f"dry-E3-{w}-0k-B{b}" for w in ("novel", "summary") for b in (1, 2)),
+        *(f"dry-E7-{w}-0k-B{b}-stream-k3-c64" for w in ("novel", "summary") for b in (1, 2)),
+        *(f"dry-E6-{w}-0k-B1-{n}" for w in ("novel", "summary") for n in names),
+        *(f"dry-E4-{w}-0k-B2-{n}" for w in ("novel", "summary") for n in names),
     }
     assert set(by_id) == wanted
     for id, r in by_id.items():

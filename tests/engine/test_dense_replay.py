@@ -113,7 +113,7 @@ def test_replaying_the_recorded_policy_gives_its_rounds_and_its_time(tiny, tmp_p
 @pytest.mark.model
 def test_replay_equals_the_engine_on_smollm2(smollm2, tmp_path):
     """The real model on real text: six policies, one dense trace, no mismatch."""
-    workload = {"kind": "book", "context_tokens": 256, "documents": 1, "new_tokens": 20}
+    workload = {"kind": "book", "context_tokens": 256, "documents": 2, "new_tokens": 20}
     settings = {"model": {"source": "smollm2-135m", "device": "cpu", "dtype": "float32"}, "workload": workload}
     kv = {"sink": 4, "recent": 16, "window": 16}
     arms = {"dense": True, "budgets": [48, 128], "k_max": 6, "policy": {**PLAIN, "draft_kv": {**kv, "budget": 48}}}
@@ -123,4 +123,4 @@ def test_replay_equals_the_engine_on_smollm2(smollm2, tmp_path):
     ]
     mismatches, rounds = compare(settings, read_trace(tmp_path / "trace"), policies([48, 128], chosen, kv))
     assert mismatches == []
-    assert rounds > 6 * 4
+    assert rounds > 6 * 2 * 4

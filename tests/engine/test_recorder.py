@@ -6,8 +6,8 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from specdial.engine.loop import Round
 from specdial.engine.recorder import Recorder
+from specdial.engine.round import Round
 from specdial.engine.trace.reader import read_table
 from specdial.engine.trace.schema import DRAFTS, FULL, OUTPUTS, PLAIN, ROUNDS
 from specdial.engine.trace.writer import write_table

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from specdial.engine import progress as decoding
+from specdial.engine import round as engine_round
 from specdial.engine.progress import Pace, progress, text_view, watched
 from specdial.policies import progress as module
 
@@ -56,6 +57,7 @@ class Round:
     verify_us: float = 40e3
     select_us: float = 4e3
     host_us: float = 6e3
+    spent_us = engine_round.Round.spent_us  # of the four times above
 
 
 WORDS = "40.0 tokens/s, alpha 0.75, k 4"
