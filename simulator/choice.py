@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from specdial.policies.schema import Policy, policy_from_mapping
 from specdial.simulator.analytic import crossover_alpha, crossover_gamma
 from specdial.simulator.inversion import verify_ratio
-from specdial.simulator.objectives import FULL_BATCH_SPEEDUP, Goal, front, full_batch_speedup, measured_metrics
+from specdial.simulator.objectives import METRICS, SPEEDS, Goal, front, measured_metrics
 from specdial.simulator.outcome import Outcome
 from specdial.simulator.search import Evaluate, Found, Tried, fixed_points
 from specdial.simulator.space import Space
@@ -90,14 +90,17 @@ def choose(space: Space, found: Found, evaluate: Evaluate, goal: Goal, batch: in
     policies = [plain_policy(space), *fixed, *(space.policy(t.point) for t in (*ahead, *best_tried))]
     outcomes = evaluate(policies, batch)
     plain, drafting = outcomes[0], [o for o in outcomes[1:] if o.speedup is not None]
-    best_fixed = max((o for o in outcomes[1 : 1 + len(fixed)] if o.speedup is not None), key=_speed)
-    best, feasible = _best(drafting, goal, space)
-    full = goal.objectives[0] == FULL_BATCH_SPEEDUP
-    speed = (lambda outcome: full_batch_speedup(outcome, space.record) or 0.0) if full else _speed
-    pays = (best.low if best.low is not None and not full else speed(best)) > 1.0
-    lossless, _ = _best([o for o in drafting if o.lossless], goal, space)
-    slower = (full or goal.objectives[0] == "speedup") and not pays
     first = 1 + len(fixed)
+
+    def speed(outcome: Outcome) -> float:
+        return METRICS[goal.speed].of(outcome, space.record) or 0.0
+
+    best_fixed = max((o for o in outcomes[1:first] if o.speedup is not None), key=speed)
+    best, feasible = _best(drafting, goal, space)
+    lossless, _ = _best([o for o in drafting if o.lossless], goal, space)
+    least = best.low if goal.speed == "speedup" and best.low is not None else speed(best)
+    pays = least > 1.0
+    slower = goal.objectives[0] in SPEEDS and not pays
     return Choice(
         best=plain if slower else best,
         best_lossless=plain if slower or speed(lossless) <= 1.0 else lossless,
@@ -121,12 +124,12 @@ def _best(outcomes: Sequence[Outcome], goal: Goal, space: Space) -> tuple[Outcom
 
 
 def _crossover(outcome: Outcome) -> Crossover | None:
-    ratio = verify_ratio(outcome)
-    if ratio is None or not outcome.k or outcome.alpha is None or outcome.gamma is None:
+    ratio, speedup = verify_ratio(outcome), outcome.speedup
+    if ratio is None or speedup is None or not outcome.k or outcome.alpha is None or outcome.gamma is None:
         return None
     return Crossover(
         policy=outcome.policy.name,
-        speedup=_speed(outcome),
+        speedup=speedup,
         low=outcome.low,
         high=outcome.high,
         k=outcome.k,
@@ -136,7 +139,3 @@ def _crossover(outcome: Outcome) -> Crossover | None:
         alpha_needed=crossover_alpha(outcome.k, outcome.gamma, ratio),
         gamma_needed=crossover_gamma(outcome.k, outcome.alpha, ratio),
     )
-
-
-def _speed(outcome: Outcome) -> float:
-    return outcome.speedup if outcome.speedup is not None else float("-inf")

@@ -20,6 +20,7 @@ Metrics = dict[str, float | None]
 Direction = Literal["maximize", "minimize"]
 TAIL_PERCENT = 95.0
 FULL_BATCH_SPEEDUP = "full_batch_speedup"
+SPEEDS = ("speedup", FULL_BATCH_SPEEDUP)  # metrics by which drafting pays above 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +110,11 @@ class Goal:
     def metrics(self) -> tuple[str, ...]:
         """What it looks at."""
         return (*self.objectives, *(name for name, _ in self.bounds))
+
+    @property
+    def speed(self) -> str:
+        """The metric by which drafting pays: the first objective if that is one of SPEEDS, else speedup."""
+        return self.objectives[0] if self.objectives[0] in SPEEDS else "speedup"
 
     @property
     def directions(self) -> list[Direction]:
