@@ -31,6 +31,7 @@ from prompts import given
 from specpv import Cell, fidelities, needle_records, rounded, sequences_for, timed
 
 from specdial.engine.acceptance import Acceptance
+from specdial.engine.garbage import uncollected
 from specdial.engine.job import backend_for
 from specdial.engine.loop import Decoding
 from specdial.engine.sampling import Sampling
@@ -134,9 +135,10 @@ def forced_case(accepted, windows, rounds=48):
     for name, policy in policies.items():
         s.hold([1] * context, limit=600)
         running = Decoding(s, policy, Sampling(), list(range(B)), synthetic=forced.of(policy)).rounds()
-        for _ in range(6):
-            next(running)
-        done = [next(running) for _ in range(rounds)]
+        with uncollected():
+            for _ in range(6):
+                next(running)
+            done = [next(running) for _ in range(rounds)]
         running.close()
         spent_us = sum(r.spent_us for r in done)
         speed[name] = sum(len(e) for r in done for e in r.emitted) / spent_us * 1e6

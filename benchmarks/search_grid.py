@@ -11,7 +11,7 @@ import time
 import numpy as np
 
 from specdial.engine.batches import Batches
-from specdial.engine.garbage import collected
+from specdial.engine.garbage import uncollected
 from specdial.engine.loop import Decoding
 from specdial.engine.sampling import Sampling
 from specdial.policies.file import policy_digest
@@ -45,7 +45,6 @@ def fixed(whole):
     return [space.policy(point) for point in fixed_points(space)]
 
 
-@collected()
 def measured(job, groups, policies, repeats, until_s=float("inf")):
     """(us [groups, repeats, policies], outputs unlike plain's [policies]). groups: documents that decode together.
 
@@ -64,10 +63,12 @@ def measured(job, groups, policies, repeats, until_s=float("inf")):
             while capturing_us != s.graphs.capturing_us:
                 capturing_us = s.graphs.capturing_us
                 s.rewind()
-                rounds = list(Decoding(s, policies[p], Sampling(), [d.index for d in group]).rounds())
+                decoding = Decoding(s, policies[p], Sampling(), [d.index for d in group])
+                with uncollected():
+                    rounds = list(decoding.rounds())
             times[g, repeat, p] = sum(r.spent_us for r in rounds)
-            plain = plain or [list(t) for t in s.tokens]
+            plain = plain or s.outputs
             if repeat == 0:
-                differing[p] += sum(a != b for a, b in zip(s.tokens, plain))
+                differing[p] += sum(a != b for a, b in zip(s.outputs, plain))
         print(f"  documents {group[0].index}..{group[-1].index}: {len(policies)} policies", file=sys.stderr, flush=True)
     return times, differing

@@ -57,18 +57,18 @@ def check_greedy(sampling: Sampling) -> None:
 
 
 def plain_output(s: Sequences, numbers: list[int]) -> list[list[int]]:
-    """What plain greedy decoding makes of prefilled sequences, prompts included; rewinds them first."""
+    """What plain greedy decoding adds to prefilled sequences; rewinds them first."""
     s.rewind()
     for _ in Decoding(s, plain_policy(), Sampling(), numbers).rounds():
         pass
-    return [list(t) for t in s.tokens]
+    return s.outputs
 
 
 @torch.inference_mode()
 def measure_fidelity(
     s: Sequences, policy: Policy, numbers: list[int], plain: Sequence[Sequence[int]], *, kept_bytes: int = KEPT_BYTES
 ) -> list[Fidelity]:
-    """Decode greedily under a policy and judge every token. plain: plain decoding's sequences, prompts included.
+    """Decode greedily under a policy and judge every token. plain: plain decoding's new tokens.
 
     `s` holds prefilled sequences; it is used as scratch and left rewound to the prompts.
     """
@@ -88,15 +88,13 @@ def measure_fidelity(
                 left -= logits.nbytes
                 states = decoding.states.kept[b, : len(emitted)]  # [n, hidden]
                 decided[b].append((logits.to("cpu", copy=True), states.to("cpu", copy=True)))
-    tokens = [list(t) for t in s.tokens]
-    prompts = [int(p) for p in s.prompt_tokens]
-    ours = [t[p:] for t, p in zip(tokens, prompts)]
+    tokens, ours = [list(t) for t in s.tokens], s.outputs
     kept = [tuple(map(torch.cat, zip(*parts))) if parts else None for parts in decided]
     judged = _judge(s, tokens, kept)
     s.rewind()
     found = []
     for b, judgement in enumerate(judged):
-        theirs = list(plain[b][prompts[b] :])
+        theirs = list(plain[b])
         same = [a == c for a, c in zip(ours[b], theirs)]
         prefix = same.index(False) if False in same else len(same)
         found.append(Fidelity(*judgement, np.array(since[b], dtype=np.int64), prefix, sum(same), len(theirs)))

@@ -1,7 +1,8 @@
 """Timed work without pauses for Python's garbage.
 
-A full collection walks every object of the process, a tokenizer's and the libraries' among them. It takes as long as
-many rounds and comes when it likes.
+A collection walks what was made since the last one, now and then every object of the process. The tokens of a batch of
+long prompts alone are millions of references, and a walk over a few copies of them takes as long as many rounds. It
+comes when it likes, so it hits one policy and spares another.
 """
 
 import gc
@@ -10,11 +11,12 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def collected() -> Iterator[None]:
-    """Collect now; what is left is walked no more until the end, what is made meanwhile still is."""
-    gc.collect()
-    gc.freeze()
+def uncollected() -> Iterator[None]:
+    """Nothing is collected until the end, unless someone asks; what became garbage meanwhile is found afterwards."""
+    enabled = gc.isenabled()
+    gc.disable()
     try:
         yield
     finally:
-        gc.unfreeze()
+        if enabled:
+            gc.enable()

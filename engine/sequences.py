@@ -131,6 +131,11 @@ class Sequences:
         return np.array([len(t) for t in self.tokens], dtype=np.int64)
 
     @property
+    def outputs(self) -> list[list[int]]:
+        """The new tokens of each sequence, [B][N]."""
+        return [t[p:] for t, p in zip(self.tokens, self.prompt_tokens)]
+
+    @property
     def remaining(self) -> np.ndarray:
         """New tokens each sequence may still emit; 0 when it is done. [B]"""
         left = self.limits - (self.committed - self.prompt_tokens)

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "kernels"))
 from _bench import finish, gate, relative_error
 
-from specdial.engine.garbage import collected
+from specdial.engine.garbage import uncollected
 from specdial.engine.history import History
 from specdial.engine.job import backend_for
 from specdial.engine.loop import Decoding
@@ -142,13 +142,13 @@ def decode(batches, policy):
     for s in batches:
         s.rewind()
         decoding = Decoding(s, policy, Sampling(), list(range(s.batch)))
-        with collected():
+        with uncollected():
             synchronize(s.decoder.device)
             started_s = time.perf_counter()
             rounds += decoding.rounds()
             synchronize(s.decoder.device)
             wall_s += time.perf_counter() - started_s
-        outputs += [t[p:] for t, p in zip(s.tokens, s.prompt_tokens)]
+        outputs += s.outputs
     return Run(wall_s, rounds, outputs)
 
 

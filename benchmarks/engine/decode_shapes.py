@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "kernels"))
 from _bench import finish, record
 from _engine_bench import BANDWIDTH, check, plain_bytes, random_sequences
 
+from specdial.engine.garbage import uncollected
 from specdial.engine.history import HistorySpec
 from specdial.engine.loop import Decoding
 from specdial.engine.round import PARTS
@@ -41,10 +42,11 @@ ROUNDS = {f"R-B{batch}": ("qwen2.5-coder-1.5b", 31000, batch) for batch in (1, 1
 def timed(s, policy, rounds, warmup=6):
     """Milliseconds from one round's end to the next on the device, sorted; the rounds; mean wall milliseconds."""
     running = Decoding(s, policy, Sampling(), list(range(s.batch))).rounds()
-    for _ in range(warmup):
-        next(running)
-    started = time.perf_counter()
-    done = [next(running) for _ in range(rounds)]
+    with uncollected():
+        for _ in range(warmup):
+            next(running)
+        started = time.perf_counter()
+        done = [next(running) for _ in range(rounds)]
     wall_ms = (time.perf_counter() - started) * 1e3 / rounds
     running.close()
     return sorted(r.spent_us / 1e3 for r in done), done, wall_ms

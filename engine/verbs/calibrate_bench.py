@@ -18,7 +18,7 @@ import torch
 from specdial.engine.cache import round_up
 from specdial.engine.drafters.model import ModelDrafter
 from specdial.engine.drafters.summaries import Summaries
-from specdial.engine.garbage import collected
+from specdial.engine.garbage import uncollected
 from specdial.engine.job import Job, describe
 from specdial.engine.key_scores import Chooser
 from specdial.engine.loop import Decoding
@@ -54,7 +54,6 @@ class Bench:
         self.prompt = job.documents[0].prompt_ids
         self.sequences = sequences
 
-    @collected()
     def measure(self, context: int, *, plain: bool) -> list[dict[str, Any]]:
         """Cost rows at one committed length. plain: of plain decoding too."""
         full: Samples = {}
@@ -183,7 +182,7 @@ class Bench:
         self.sequences.hold(self.prompt[:context], limit=self.settings.new_tokens)
         numbers = list(range(self.sequences.batch))
         decoding = Decoding(self.sequences, policy, Sampling(), numbers, synthetic=synthetic)
-        with closing(decoding.rounds()) as rounds:
+        with uncollected(), closing(decoding.rounds()) as rounds:
             return list(islice(rounds, count))[first:]
 
     @torch.inference_mode()

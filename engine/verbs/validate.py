@@ -3,12 +3,12 @@
 Protocol, fixed before any number is seen: every document is prefilled once; all policies and plain decode run from that
 state in every repeat, their order rotated, plain decode twice, since every speedup is measured by it; before the first
 document all run once to warm up, and a run that still had to capture a graph is repeated; a policy's time on a document
-is the median of its repeats; speedup is the ratio of sums over documents, plain over policy. Its interval comes from
+is the median of its runs; speedup is the ratio of sums over documents, plain over policy. Its interval comes from
 resampling documents. Of batches the same is said of the rounds in which every sequence decodes (full_batch): a whole
 run ends with its slowest sequence, a server would refill the batch. Greedy lossless outputs are compared with the plain
 output token by token, unless acceptance is synthetic. What a lossy policy's output is worth is measured too, in a
 decoding of its own that is not timed (fidelity), and stands beside what was predicted of it. Lossy policies are ranked
-among themselves. Python's collector walks nothing older than a group of documents while the group is timed (garbage).
+among themselves. Python's collector rests while rounds are timed (garbage).
 """
 
 from collections.abc import Mapping
@@ -22,7 +22,7 @@ from scipy.stats import spearmanr
 from specdial.engine.acceptance import JUDGED, Acceptance, said_of
 from specdial.engine.batches import Batches
 from specdial.engine.fidelity import Fidelity, error_of, intervals, measure_fidelity, summary
-from specdial.engine.garbage import collected
+from specdial.engine.garbage import uncollected
 from specdial.engine.job import Job, ModelSettings, describe, hardware, history_spec, load_job
 from specdial.engine.loop import Decoding
 from specdial.engine.progress import Bar, progress
@@ -65,9 +65,9 @@ class Settings:
 
 @dataclass
 class Measured:
-    """What one policy did. times_us: [groups][repeats]; the rest sums over documents, of the last repeat.
+    """What one policy did. times_us: [groups][runs]; the rest sums over documents, of the last run.
 
-    full: the same of the rounds in which all of a group decodes: [groups][repeats] and sums.
+    full: the same of the rounds in which all of a group decodes: [groups][runs] and sums.
     """
 
     policy: Policy
@@ -163,7 +163,6 @@ def _measure(job: Job, policies: list[Policy], s: Settings) -> list[Measured]:
     return results
 
 
-@collected()
 def _measure_group(
     sequences: Sequences, group: list[Document], results: list[Measured], s: Settings, bar: Bar, *, cold: bool
 ) -> None:
@@ -174,18 +173,13 @@ def _measure_group(
         result.times_us.append([])
         result.full_us.append([])
     for repeat in range(0 if cold else 1, s.repeats + 1):
-        plain: list[list[Round]] = []
         for place in _order(len(results), repeat):
             result = results[place]
             rounds = (_timed if repeat else _decode)(sequences, result, s.sampling, numbers)
-            if place == 0:
-                plain.append(rounds)
-            elif repeat:
+            if repeat:
                 _add(result, rounds)
-            last[place] = rounds, [list(t) for t in sequences.tokens]
+            last[place] = rounds, sequences.outputs
             bar.advance(1, result.policy.name)
-        if repeat:
-            _add(results[0], *plain)
     reference = last[0][1] if s.sampling.greedy else None  # plain comes first
     for result, (rounds, tokens) in zip(results, last):
         _count(result, rounds, tokens, reference)
@@ -212,19 +206,21 @@ def _timed(sequences: Sequences, result: Measured, sampling: Sampling, numbers: 
 
 def _decode(sequences: Sequences, result: Measured, sampling: Sampling, numbers: list[int]) -> list[Round]:
     sequences.rewind()
-    return list(Decoding(sequences, result.policy, sampling, numbers, synthetic=result.synthetic).rounds())
+    decoding = Decoding(sequences, result.policy, sampling, numbers, synthetic=result.synthetic)
+    with uncollected():
+        return list(decoding.rounds())
 
 
 def _spent_us(rounds: list[Round]) -> float:
     return sum(r.spent_us for r in rounds)
 
 
-def _add(result: Measured, *runs: list[Round]) -> None:
-    """Note a repeat of the last group, the mean of these runs."""
-    result.times_us[-1].append(float(np.mean([_spent_us(run) for run in runs])))
-    result.full_us[-1].append(float(np.mean([_spent_us(while_full(run)) for run in runs])))
+def _add(result: Measured, run: list[Round]) -> None:
+    """Note a run of the last group."""
+    result.times_us[-1].append(_spent_us(run))
+    result.full_us[-1].append(_spent_us(while_full(run)))
     known = [] if result.longest is None else [result.longest]
-    result.longest = max((r for run in (known, *runs) for r in run), key=lambda r: r.spent_us)
+    result.longest = max((*known, *run), key=lambda r: r.spent_us)
 
 
 def _count(
@@ -275,9 +271,7 @@ def _row(policy: Policy, result: Measured, plain: Measured, s: Settings) -> dict
             "documents_differing_from_plain": None if result.synthetic else result.differing,
             **({"fidelity": strayed} if strayed else {}),
             **({FULL_BATCH: _full_batch(result, plain)} if plain.full_rounds and s.batch > 1 else {}),
-            "repeat_spread_frac": float(
-                max((max(t) - min(t)) / np.median(t) for t in result.times_us) if s.repeats > 1 else 0.0
-            ),
+            "repeat_spread_frac": float(max((max(t) - min(t)) / np.median(t) for t in result.times_us)),
             "longest_round": {f"{part}_us": getattr(result.longest, f"{part}_us") for part in PARTS},
             **said_of(result.synthetic),
         },

@@ -1,5 +1,6 @@
 """The benchmark on real text, run dry on tiny weights: ids, bookkeeping, and the check of outputs."""
 
+import gc
 import json
 import re
 from pathlib import Path
@@ -9,8 +10,10 @@ import pytest
 import torch
 
 from specdial.engine.history import HistorySpec
+from specdial.engine.loop import Decoding
 from specdial.engine.sequences import Sequences
 from specdial.policies.errors import UserError
+from specdial.policies.schema import plain_policy
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -149,3 +152,11 @@ def test_prompts_take_turns_between_novels(script, tiny_checkpoint, tmp_path):
 def test_the_gate_passes_on_the_references(script, tiny_model, capsys):
     script("_engine_bench").check(tiny_model("qwen3").config, "cpu", torch.float32)
     assert "logits" in capsys.readouterr().out
+
+
+def test_no_garbage_is_collected_while_it_decodes(script, prefilled, monkeypatch):
+    seen, finish = [], Decoding._finish
+    monkeypatch.setattr(Decoding, "_finish", lambda *a: (seen.append(gc.isenabled()), finish(*a))[1])
+    run = script("_engine_bench").decode([prefilled()], plain_policy())
+    assert [len(output) for output in run.outputs] == [10, 10, 10]
+    assert set(seen) == {False}

@@ -112,7 +112,7 @@ def policy(controller="fixed", *, tree=None, **more):
 def decode(s, policy, **sampling):
     s.rewind()
     rounds = list(Decoding(s, policy, Sampling(**sampling), list(range(s.batch))).rounds())
-    return [t[p:] for t, p in zip(s.tokens, s.prompt_tokens)], rounds
+    return s.outputs, rounds
 
 
 @pytest.fixture(scope="module")

@@ -51,7 +51,7 @@ def sequences(model, prompts, limits, *, window=8, page=1, stop=frozenset()):
 def decode(s, policy, sampling=None, numbers=None):
     s.rewind()
     rounds = list(Decoding(s, policy, sampling or Sampling(), numbers or list(range(s.batch))).rounds())
-    return [t[p:] for t, p in zip(s.tokens, s.prompt_tokens)], rounds
+    return s.outputs, rounds
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])

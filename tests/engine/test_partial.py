@@ -101,7 +101,7 @@ def sequences(models, policies, prompts, limits, stop=frozenset()):
 def decode(s, policy):
     s.rewind()
     rounds = list(Decoding(s, policy, Sampling(), list(range(s.batch))).rounds())
-    return [t[p:] for t, p in zip(s.tokens, s.prompt_tokens)], rounds
+    return s.outputs, rounds
 
 
 RAGGED = (40, 90, 17), [20, 26, 14]
