@@ -125,10 +125,12 @@ STOPS = {
 
 @pytest.mark.parametrize("name", STOPS)
 def test_what_was_finished_stays_and_the_next_call_goes_on(
-    name, tiny_checkpoint, tmp_path, monkeypatch, capsys, one_thread
+    name, tiny_checkpoint, tmp_path, monkeypatch, capsys, one_thread, request
 ):
     """Stopped at the moment before a file of the second document gets its name, the signal a real one."""
     stop, code, said = STOPS[name]
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
     (tmp_path / "text.txt").write_text("\n\n".join(f"Paragraph {i}, on {i * i} things." for i in range(300)))
     shape = ["hardware=cpu", "workload=file", "workload.documents=2", "workload.new_tokens=8", "context=64"]
     place = [f"model={tiny_checkpoint('llama')}", f"workload.path={tmp_path / 'text.txt'}", "policy=plain"]
