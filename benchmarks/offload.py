@@ -24,6 +24,7 @@ from _bench import finish, gate, record, relative_error
 
 from specdial.engine.eagle_training import new_config
 from specdial.engine.free_memory import free_host_bytes
+from specdial.engine.garbage import uncollected
 from specdial.engine.job import backend_for, gathered_keys, most_recomputed, summary_bytes
 from specdial.engine.loop import Decoding
 from specdial.engine.memory import Demand, predict
@@ -135,15 +136,16 @@ def timed(s, one, full_rounds):
     synthetic = ACCEPTED if one.k_max else ()
     running = Decoding(s, one, Sampling(), list(range(s.batch)), synthetic=synthetic).rounds()
     rounds, transfers, seen = [], [], 0
-    for played in running:
-        rounds.append(played)
-        if played.mode == "full":
-            seen += 1
-            transfers.append((played.transfer_us, played.exposed_us))
-            if seen == 1:
-                rounds, transfers = [], []  # of practice
-            if seen == 1 + full_rounds:
-                break
+    with uncollected():
+        for played in running:
+            rounds.append(played)
+            if played.mode == "full":
+                seen += 1
+                transfers.append((played.transfer_us, played.exposed_us))
+                if seen == 1:
+                    rounds, transfers = [], []  # of practice
+                if seen == 1 + full_rounds:
+                    break
     running.close()
     return rounds, transfers
 

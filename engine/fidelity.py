@@ -94,7 +94,7 @@ def measure_fidelity(
     s.rewind()
     found = []
     for b, judgement in enumerate(judged):
-        theirs = list(plain[b])
+        theirs = plain[b]
         same = [a == c for a, c in zip(ours[b], theirs)]
         prefix = same.index(False) if False in same else len(same)
         found.append(Fidelity(*judgement, np.array(since[b], dtype=np.int64), prefix, sum(same), len(theirs)))
