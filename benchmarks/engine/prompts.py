@@ -1,16 +1,15 @@
 """Writes the prompts of the real-text benchmarks into one file, so that the machine that measures needs no texts.
 
 Every workload and context gets the same number of prompts. Code comes from the running Python's library (or --code, a
-folder of source), novels and summaries from the shipped excerpt or from --novel files, an equal share of prompts each,
-in turn. Novels are short: --stride lets their prompts overlap, each starting so many tokens after another, and the
-records say so; the last --held-out ones then come from another part of the text than the others, with which they share
-nothing. Leaves out weights: only the tokenizer of --model is read.
+folder of source), novels and summaries from the shipped excerpt or from --novel files in turn, an equal share each.
+Novels are short: --stride lets their prompts overlap, each starting so many tokens after another, and the records say
+so; shares then go by how many such prompts a novel has room for, and the last --held-out ones come from another part of
+the text than the others, with which they share nothing. Leaves out weights: only the tokenizer of --model is read.
 
     python3 benchmarks/engine/prompts.py --model FILE.gguf --novel A.txt B.txt --stride 1800 --out prompts.npz
 """
 
 import argparse
-import itertools
 import json
 import sys
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from specdial.engine.weights.gguf_header import GgufFile
 from specdial.engine.weights.gguf_tokenizer import gguf_tokenizer
 from specdial.engine.weights.hf import read_config, read_tokenizer
 from specdial.engine.workloads import WorkloadSpec, build
+from specdial.engine.workloads.sources import read_text
 from specdial.policies.errors import UserError
 
 KINDS = {"code": "stdlib", "novel": "book", "summary": "summary"}
@@ -50,9 +50,11 @@ def prompts_of(workload, tokenizer, sources, context, count, new_tokens, held_ou
     Raises UserError for too short a text.
     """
     paths = [sources.code] if workload == "code" else list(sources.novels) or [None]
+    rooms = [1] * len(paths)
+    if workload != "code" and sources.stride_tokens and len(paths) > 1:
+        rooms = [_room(read_text(path)[1], tokenizer, context, regions=2 if held_out else 1) for path in paths]
     found = {"test": [], "train": []}  # the held-out ones are the workload's train documents
-    for i, path in enumerate(paths):
-        wanted = [len(range(i, n, len(paths))) for n in (count - held_out, held_out)]
+    for path, *wanted in zip(paths, _shares(count - held_out, rooms), _shares(held_out, rooms)):
         if not sum(wanted):
             continue
         spec = WorkloadSpec(
@@ -69,8 +71,28 @@ def prompts_of(workload, tokenizer, sources, context, count, new_tokens, held_ou
         documents = build(spec, tokenizer)
         for split, prompts in found.items():
             prompts.append([d.prompt_ids for d in documents if d.split == split])
-    ordered = [p for parts in found.values() for turn in itertools.zip_longest(*parts) for p in turn if p is not None]
-    return np.array(ordered, dtype=np.int32)
+    return np.array([p for parts in found.values() for p in _in_turn(parts)], dtype=np.int32)
+
+
+def _room(text, tokenizer, context, regions):
+    """How many tokens of a text a prompt may start at, if the text is cut into regions that share no prompt."""
+    return max(0, len(tokenizer.encode(text)) - regions * context)
+
+
+def _shares(count, rooms):
+    """`count` in whole parts as the rooms are, the largest remainders rounded up; in equal ones where there is none."""
+    rooms = rooms if sum(rooms) else [1] * len(rooms)
+    exact = [count * room / sum(rooms) for room in rooms]
+    parts = [int(part) for part in exact]
+    for i in sorted(range(len(rooms)), key=lambda i: parts[i] - exact[i])[: count - sum(parts)]:
+        parts[i] += 1
+    return parts
+
+
+def _in_turn(parts):
+    """The items of several lists, each list spread evenly over the whole."""
+    places = [((j + 0.5) / len(part), i, item) for i, part in enumerate(parts) for j, item in enumerate(part)]
+    return [item for *_, item in sorted(places, key=lambda place: place[:2])]
 
 
 def given(path, tokenizer, workload, context, *, count, new_tokens):

@@ -149,6 +149,25 @@ def test_prompts_take_turns_between_novels(script, tiny_checkpoint, tmp_path):
     assert days(texts[:5]).isdisjoint(days(texts[5:]))
 
 
+def test_a_longer_novel_gives_more_prompts(script, tiny_checkpoint, tmp_path):
+    """As many more as it has places for one to start at, and both spread over all prompts."""
+    prompts = script("prompts")
+    tokenizer = prompts.tokenizer_of(str(tiny_checkpoint("qwen2")))
+    for word, days in (("rain", 200), ("snow", 500)):
+        (tmp_path / f"{word}.txt").write_text("\n\n".join(f"{word} fell on day {i}." for i in range(days)))
+    paths = tuple(str(tmp_path / f"{word}.txt") for word in ("rain", "snow"))
+    rain, snow = (len(tokenizer.encode(Path(path).read_text())) - 2 * 300 for path in paths)
+    ids = prompts.prompts_of("novel", tokenizer, prompts.Sources(paths, stride_tokens=50), 300, 16, 8, held_out=6)
+    rainy = ["rain" in tokenizer.decode(row.tolist()) for row in ids]
+    assert abs(sum(rainy[:10]) - 10 * rain / (rain + snow)) < 1
+    assert abs(sum(rainy[10:]) - 6 * rain / (rain + snow)) < 1
+    assert any(rainy[:5])
+    assert any(rainy[5:10])
+    assert prompts._shares(7, [1, 1]) == [4, 3]
+    assert prompts._shares(2, [0, 5, 0]) == [0, 2, 0]
+    assert prompts._shares(5, [0, 0]) == [3, 2]  # for the workload to say what is too short
+
+
 def test_the_gate_passes_on_the_references(script, tiny_model, capsys):
     script("_engine_bench").check(tiny_model("qwen3").config, "cpu", torch.float32)
     assert "logits" in capsys.readouterr().out
