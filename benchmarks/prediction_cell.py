@@ -35,8 +35,9 @@ from specdial.simulator.lanes import read_record
 from specdial.simulator.verbs import replay
 
 EXPECTED = (
-    "speedup", "low", "high", "level", "full_batch", "tokens_per_round", "alpha", "gamma", "k", "budget", "batch",
-)  # fmt: skip
+    *("speedup", "low", "high", "level", "full_batch", "tokens_per_round", "baseline_us_per_token"),
+    *("alpha", "gamma", "k", "budget", "batch"),
+)
 
 
 @dataclass

@@ -131,6 +131,7 @@ def run(settings: Mapping[str, Any], job: Job | None = None) -> dict[str, Any]:
         "repeats": s.repeats,
         **({"acceptance": to_plain(s.acceptance)} if s.acceptance else {}),
         "plain_us_per_token": float(plain.document_us().sum() / plain.tokens),
+        **_parts(rows, plain),
         "policies": rows,
         **_ranking(ranked),
         **({"lossy_ranking": _ranking([row for row in rows if not row["lossless"]])} if mixed else {}),
@@ -250,7 +251,7 @@ def _row(policy: Policy, result: Measured, plain: Measured, s: Settings) -> dict
     strayed = (
         {**summary(result.fidelity), **intervals(result.fidelity, s.bootstrap, s.seed)} if result.fidelity else None
     )
-    shown = ("speedup", "low", "high", "level", "tokens_per_round", "fidelity", FULL_BATCH)
+    shown = ("speedup", "low", "high", "level", "tokens_per_round", "baseline_us_per_token", "fidelity", FULL_BATCH)
     return {
         "name": policy.name,
         "policy_digest": policy_digest(policy),
@@ -277,6 +278,27 @@ def _row(policy: Policy, result: Measured, plain: Measured, s: Settings) -> dict
         },
         "error_frac": None if predicted is None else float(predicted / speedup - 1.0),
         **({"fidelity_error": error_of(expected.get("fidelity"), strayed)} if strayed else {}),
+    }
+
+
+def _parts(rows: list[dict[str, Any]], plain: Measured) -> dict[str, float | None]:
+    """Where errors come from, None where nothing was predicted.
+
+    Medians over drafting policies of how far off tokens a round were, and the speedup had those been known; and by how
+    much too slow plain decoding was predicted.
+    """
+    tokens, costs, baselines = [], [], []
+    for row in rows:
+        predicted, measured = row["predicted"], row["measured"]
+        if row["k_max"] and row["error_frac"] is not None and predicted.get("tokens_per_round"):
+            tokens.append(predicted["tokens_per_round"] / measured["tokens_per_round"])
+            costs.append((1.0 + row["error_frac"]) / tokens[-1])
+        if predicted.get("baseline_us_per_token"):
+            baselines.append(predicted["baseline_us_per_token"] / (plain.document_us().sum() / plain.tokens))
+    return {
+        "tokens_error_frac": float(np.median(np.abs(np.array(tokens) - 1.0))) if tokens else None,
+        "cost_error_frac": float(np.median(np.abs(np.array(costs) - 1.0))) if costs else None,
+        "plain_error_frac": float(np.median(baselines)) - 1.0 if baselines else None,
     }
 
 

@@ -9,6 +9,8 @@ from specdial.engine.acceptance import SAID
 from specdial.engine.job import Job
 from specdial.policies.console import table_console
 
+COSTS_HOLD_FRAC = 0.05
+
 
 def _equality(measured: dict[str, Any]) -> str:
     """How the outputs compare with plain decoding, in a word."""
@@ -87,3 +89,11 @@ def print_validation(out: Path, job: Job, rows: list[dict[str, Any]], content: d
         if content["median_error_frac"] is not None:
             errors = f"median {content['median_error_frac']:.1%}, worst {content['worst_error_frac']:.1%}"
             console.print(f"predicted against measured, plain apart: error {errors}, rank correlation {rank}")
+    if content["cost_error_frac"] is not None:
+        parts = f"tokens a round {content['tokens_error_frac']:.1%}, costs {content['cost_error_frac']:.1%}"
+        console.print(f"of which (medians) {parts}")
+    if content["plain_error_frac"] is not None:
+        off = content["plain_error_frac"]
+        said = f"{content['plain_us_per_token']:.0f} us a token, predicted {off:+.1%}"
+        doubt = "; costs have changed since they were timed: calibrate again" if abs(off) > COSTS_HOLD_FRAC else ""
+        console.print(f"plain decoding took {said}{doubt}")

@@ -182,8 +182,9 @@ def read_config_of(shared):
     return read_config(Path(shared["model"]["source"]), "tiny")
 
 
-def test_validate_compares_with_plain_and_with_what_was_predicted(shared, tmp_path):
+def test_validate_compares_with_plain_and_with_what_was_predicted(shared, tmp_path, capsys):
     expected = {"speedup": 1.25, "low": 1.1, "high": 1.4, "level": "exact", "tokens_per_round": 2.0}
+    expected["baseline_us_per_token"] = 1e9
     policies = [PLAIN, {**FIXED, "expected": expected}, {**RATE, "expected": {**expected, "speedup": 0.75}}]
     settings = {**shared, "policies": policies, "split": "all", "repeats": 2, "bootstrap": 50}
     found = validate.run({**settings, "out": str(tmp_path / "v")})
@@ -210,6 +211,13 @@ def test_validate_compares_with_plain_and_with_what_was_predicted(shared, tmp_pa
     assert 0.0 <= written["regret"] < 1.0
     errors = [abs(row["error_frac"]) for row in (fixed, rate)]  # plain decoding has nothing to predict
     assert (written["median_error_frac"], written["worst_error_frac"]) == (sum(errors) / 2, max(errors))
+    tokens = [r["predicted"]["tokens_per_round"] / r["measured"]["tokens_per_round"] for r in (fixed, rate)]
+    costs = [(1.0 + r["error_frac"]) / t for r, t in zip((fixed, rate), tokens)]
+    assert written["tokens_error_frac"] == pytest.approx(sum(abs(t - 1.0) for t in tokens) / 2)
+    assert written["cost_error_frac"] == pytest.approx(sum(abs(c - 1.0) for c in costs) / 2)
+    predicted_us = fixed["predicted"]["baseline_us_per_token"]
+    assert written["plain_error_frac"] == pytest.approx(predicted_us / written["plain_us_per_token"] - 1.0)
+    assert "calibrate again" in " ".join(capsys.readouterr().out.split())
     for row in (plain, fixed, rate):
         measured = load_policy(tmp_path / "v" / "policies" / f"{row['name']}.yaml").measured
         assert measured["speedup"] == row["measured"]["speedup"]
