@@ -24,6 +24,7 @@ from specdial.engine.weights.gguf_header import GgufFile
 from specdial.engine.weights.gguf_tokenizer import gguf_tokenizer
 from specdial.engine.weights.hf import read_config, read_tokenizer
 from specdial.engine.workloads import WorkloadSpec, build
+from specdial.engine.workloads.packing import whole_parts
 from specdial.engine.workloads.sources import read_text
 from specdial.policies.errors import UserError
 
@@ -83,13 +84,9 @@ def _room(text, tokenizer, context, regions):
 
 
 def _shares(count, rooms):
-    """`count` in whole parts as the rooms are, the largest remainders rounded up; in equal ones where there is none."""
+    """`count` in whole parts as the rooms are, equal ones where there is none; a tie goes to the earlier one."""
     rooms = rooms if sum(rooms) else [1] * len(rooms)
-    exact = [count * room / sum(rooms) for room in rooms]
-    parts = [int(part) for part in exact]
-    for i in sorted(range(len(rooms)), key=lambda i: parts[i] - exact[i])[: count - sum(parts)]:
-        parts[i] += 1
-    return parts
+    return whole_parts([count * room / sum(rooms) for room in rooms[::-1]], count)[::-1]
 
 
 def _in_turn(parts):

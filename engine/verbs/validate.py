@@ -122,6 +122,7 @@ def run(settings: Mapping[str, Any], job: Job | None = None) -> dict[str, Any]:
     rows = [_row(p, by_digest.get(policy_digest(p), plain) if p.k_max else plain, plain, s) for p in policies]
     ranked = [row for row in rows if row["lossless"]] or rows
     mixed = len(ranked) < len(rows)
+    plain_us_per_token = float(plain.document_us().sum() / plain.tokens)
     content = {
         "schema": SCHEMA,
         **describe(job, s.sampling, policies),
@@ -130,8 +131,8 @@ def run(settings: Mapping[str, Any], job: Job | None = None) -> dict[str, Any]:
         "batch": s.batch,
         "repeats": s.repeats,
         **({"acceptance": to_plain(s.acceptance)} if s.acceptance else {}),
-        "plain_us_per_token": float(plain.document_us().sum() / plain.tokens),
-        **_parts(rows, plain),
+        "plain_us_per_token": plain_us_per_token,
+        **_parts(ranked, plain_us_per_token),
         "policies": rows,
         **_ranking(ranked),
         **({"lossy_ranking": _ranking([row for row in rows if not row["lossless"]])} if mixed else {}),
@@ -281,7 +282,7 @@ def _row(policy: Policy, result: Measured, plain: Measured, s: Settings) -> dict
     }
 
 
-def _parts(rows: list[dict[str, Any]], plain: Measured) -> dict[str, float | None]:
+def _parts(rows: list[dict[str, Any]], plain_us_per_token: float) -> dict[str, float | None]:
     """Where errors come from, None where nothing was predicted.
 
     Medians over drafting policies of how far off tokens a round were, and the speedup had those been known; and by how
@@ -294,7 +295,7 @@ def _parts(rows: list[dict[str, Any]], plain: Measured) -> dict[str, float | Non
             tokens.append(predicted["tokens_per_round"] / measured["tokens_per_round"])
             costs.append((1.0 + row["error_frac"]) / tokens[-1])
         if predicted.get("baseline_us_per_token"):
-            baselines.append(predicted["baseline_us_per_token"] / (plain.document_us().sum() / plain.tokens))
+            baselines.append(predicted["baseline_us_per_token"] / plain_us_per_token)
     return {
         "tokens_error_frac": float(np.median(np.abs(np.array(tokens) - 1.0))) if tokens else None,
         "cost_error_frac": float(np.median(np.abs(np.array(costs) - 1.0))) if costs else None,

@@ -91,7 +91,7 @@ def print_validation(out: Path, job: Job, rows: list[dict[str, Any]], content: d
             console.print(f"predicted against measured, plain apart: error {errors}, rank correlation {rank}")
     if content["cost_error_frac"] is not None:
         parts = f"tokens a round {content['tokens_error_frac']:.1%}, costs {content['cost_error_frac']:.1%}"
-        console.print(f"of which (medians) {parts}")
+        console.print(f"what was off, medians: {parts}")
     if content["plain_error_frac"] is not None:
         off = content["plain_error_frac"]
         said = f"{content['plain_us_per_token']:.0f} us a token, predicted {off:+.1%}"

@@ -94,6 +94,15 @@ def shuffled(drafts: list[Draft], spec: WorkloadSpec) -> list[Draft]:
     return random.Random(f"{spec.seed}:choose").sample(drafts, len(drafts))
 
 
+def whole_parts(parts: list[float], total: int) -> list[int]:
+    """Whole numbers in place of `parts` that add up to `total`, by largest remainder; a tie goes to the later one."""
+    counts = [int(part) for part in parts]
+    wanted = sorted(range(len(parts)), key=lambda i: (round(counts[i] - parts[i], 9), -i))
+    for i in wanted[: total - sum(counts)]:
+        counts[i] += 1
+    return counts
+
+
 def split_labels(spec: WorkloadSpec) -> list[str]:
     """A split for each document, by largest remainder, shuffled by seed.
 
@@ -101,10 +110,7 @@ def split_labels(spec: WorkloadSpec) -> list[str]:
     two documents under the default shares one is train and one is test.
     """
     shares = [spec.train_frac, spec.validation_frac, spec.test_frac]
-    counts = [int(share * spec.documents) for share in shares]
-    wanted = sorted(range(len(SPLITS)), key=lambda i: (round(counts[i] - shares[i] * spec.documents, 9), -i))
-    for i in wanted[: spec.documents - sum(counts)]:
-        counts[i] += 1
+    counts = whole_parts([share * spec.documents for share in shares], spec.documents)
     for i, share in enumerate(shares):
         if share > 0 and counts[i] == 0 and spec.documents >= len(SPLITS):
             counts[counts.index(max(counts))] -= 1

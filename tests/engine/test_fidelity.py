@@ -165,7 +165,8 @@ def test_what_cannot_be_judged_is_refused(shared, tmp_path, changes, says):
 def test_validate_says_what_a_lossy_policy_costs_beside_its_speed(shared, tmp_path, capsys):
     said = {"value": 0.9, "low": 0.8, "high": 1.0}
     expected = {"speedup": 1.2, "fidelity": {"top1_agreement": said, "kl_nats": {**said, "value": 0.25}, "arr": None}}
-    exact = {**LOSSY, "name": "exact", "verify_kv": {}, "expected": {"speedup": 1.1}}
+    expected["tokens_per_round"] = 100.0
+    exact = {**LOSSY, "name": "exact", "verify_kv": {}, "expected": {"speedup": 1.1, "tokens_per_round": 2.0}}
     policies = [{**LOSSY, "expected": expected}, WHOLE, exact]
     settings = {**shared, "policies": policies, "split": "all", "repeats": 1, "bootstrap": 10}
     validate.run({**settings, "out": str(tmp_path / "v")})
@@ -173,6 +174,8 @@ def test_validate_says_what_a_lossy_policy_costs_beside_its_speed(shared, tmp_pa
     lossy, whole, lossless = validation["policies"]
     assert (lossy["lossless"], whole["lossless"], lossless["lossless"]) == (False, False, True)
     assert (validation["regret"], validation["lossy_ranking"]["regret"]) == (None, None), "one prediction of each kind"
+    off = 2.0 / lossless["measured"]["tokens_per_round"] - 1.0
+    assert validation["tokens_error_frac"] == pytest.approx(abs(off)), "of those that are ranked, as its worst error is"
     assert lossy["predicted"]["fidelity"] == expected["fidelity"]
     error = lossy["measured"]["fidelity"]["kl_nats"] + lossy["fidelity_error"]["kl_nats"]
     assert error == pytest.approx(0.25)

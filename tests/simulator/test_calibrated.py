@@ -125,9 +125,7 @@ def test_how_far_sets_are_apart_is_not_for_one_sample_to_say():
     assert apart_frac([a]) == 0.0
     assert apart_frac([a, b]) == pytest.approx(np.sqrt(22.0 / 20.0) - 1.0)  # nothing and a tenth
     assert apart_frac([a, a, b]) == pytest.approx(apart_frac([b, a])) == pytest.approx(apart_frac([a, b]))
-    nothing = TimedSet(
-        {64: {**one, "history": {("verify_partial", 2, 32): [0.0]}}}
-    )  # where choosing keys takes all of it
+    nothing = TimedSet({64: {**one, "history": {("verify_partial", 2, 32): [0.0]}}})  # choosing keys takes all of it
     assert apart_frac([nothing, nothing]) == 0.0
 
 
