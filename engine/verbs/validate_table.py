@@ -95,5 +95,5 @@ def print_validation(out: Path, job: Job, rows: list[dict[str, Any]], content: d
     if content["plain_error_frac"] is not None:
         off = content["plain_error_frac"]
         said = f"{content['plain_us_per_token']:.0f} us a token, predicted {off:+.1%}"
-        doubt = "; costs have changed since they were timed: calibrate again" if abs(off) > COSTS_HOLD_FRAC else ""
-        console.print(f"plain decoding took {said}{doubt}")
+        doubt = "; costs were timed at other contexts or batches, or have changed since: calibrate again"
+        console.print(f"plain decoding took {said}{doubt if abs(off) > COSTS_HOLD_FRAC else ''}")
