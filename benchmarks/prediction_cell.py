@@ -91,11 +91,14 @@ class Cell:
         return [d for d in self.job.documents if d.split == split]
 
     def measured(self, batch):
-        """The test documents of a batch: whole batches, or the first few for batch 1. Raises UserError for none."""
-        test = self.of("test")
+        """The test documents of a batch: whole batches, or the first few for batch 1. Raises UserError for none, and
+        where train documents make no whole batches: runs of a smaller last one would be predicted, and none measured.
+        """
+        train, test = self.of("train"), self.of("test")
         found = test[: self.a.singles] if batch == 1 else test[: len(test) // batch * batch]
-        if not found or len(self.of("train")) < batch:
-            raise UserError(f"batch {batch} of {len(test)} test documents", "ask for more documents or smaller batches")
+        if not found or len(train) % batch:
+            cause = f"batch {batch} of {len(train)} train and {len(test)} test documents"
+            raise UserError(cause, "ask for multiples of it or for smaller batches")
         return found
 
 

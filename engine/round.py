@@ -52,6 +52,6 @@ class Round:
         return self.draft_us + self.verify_us + self.select_us + self.host_us
 
 
-def while_full(rounds: Iterable[Round]) -> list[Round]:
-    """Those in which every sequence decodes: what a server sees that refills its batch."""
-    return [r for r in rounds if r.active.all()]
+def while_full(rounds: Iterable[Round], batch: int) -> list[Round]:
+    """Those in which a whole batch decodes: what a server sees that refills it."""
+    return [r for r in rounds if r.active.sum() == batch]

@@ -43,6 +43,10 @@ class Documents:
     def take(self, index: Ints) -> "Documents":
         return Documents(*(getattr(self, name)[index] for name in self.__slots__))
 
+    def filling(self, batch: int) -> "Documents":
+        """The same in whole batches, the first ones again in what is left of the last."""
+        return self.take(np.arange(-(-len(self) // batch) * batch) % len(self))
+
 
 @dataclass(frozen=True, slots=True)
 class Record:

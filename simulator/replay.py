@@ -46,7 +46,8 @@ def replay(
     """One Outcome per policy, in order.
 
     costs: None takes the trace's own rounds. bootstrap: resamples for the interval, 0 for none. seed: of the bootstrap
-    and of whatever acceptance is modelled. full_batch: also while whole batches decode, see Outcome.full_batch.
+    and of whatever acceptance is modelled. full_batch: also while whole batches decode, see Outcome.full_batch; the
+    first documents fill up the last batch there.
     Raises UserError when the split has no document.
     """
     record = trace if isinstance(trace, Record) else read_record(trace)
@@ -107,8 +108,10 @@ def _documents(record: Record, split: str | None) -> Documents:
 
 
 def _frame(record: Record, costs: CostModel, split: str | None, batch: int, *, full: bool = False) -> Frame:
-    """full: plain decoding of a batch ends with the first of it to end."""
+    """full: all batches are whole, and plain decoding of one ends with the first of it to end."""
     documents = _documents(record, split)
+    if full:
+        documents = documents.filling(batch)
     units = Units.of(len(documents), batch)
     parts = [slice(f, f + n) for f, n in zip(units.first, units.sizes, strict=True)]
     end = documents.end
@@ -226,7 +229,7 @@ class _Job:
         return Setting.of(policy, replace(policy, cells=()), prompt_tokens).budget
 
     def _was_recorded(self, policy: Policy) -> bool:
-        whole = len(self.frame.documents) == len(self.record.documents)  # a split regroups batches
+        whole = np.array_equal(self.frame.documents.doc, self.record.documents.doc)  # a split regroups batches
         return was_recorded(self.record, policy, self.batch) and (whole or self.batch == 1)
 
     def _own_us(self, log: Rounds) -> Floats | None:

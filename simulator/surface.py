@@ -274,9 +274,7 @@ def _relative_times(record: Record, costs: CostModel, policies: Sequence[Policy]
     for i in range(len(grid.contexts)):
         mine, _ = _documents(record, split, grid, i)
         for j, batch in enumerate(grid.batches):
-            count = len(mine.documents)
-            filled = np.arange(-(-count // batch) * batch) % count  # whole batches, documents again where they are few
-            whole = replace(mine, documents=mine.documents.take(filled))
+            whole = replace(mine, documents=mine.documents.filling(batch))
             for p, outcome in enumerate(replay(whole, costs, policies, split, batch, bootstrap=0)):
                 if outcome.speedup is not None:
                     found[p, i, j] = 1.0 / outcome.speedup

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from rich.table import Table
 
-from specdial.policies.console import table_console
+from specdial.policies.console import odd_batch, table_console
 from specdial.policies.file import policy_digest
 from specdial.simulator.check import AcceptanceCheck
 from specdial.simulator.choice import Choice
@@ -47,6 +47,9 @@ def print_outcomes(outcomes: Sequence[Outcome], title: str) -> None:
         )
     console = table_console()
     console.print(table)
+    odd = {odd_batch(len(o.documents), o.batch) for o in outcomes if o.documents} - {""}
+    for said in sorted(odd):
+        console.print(said)
     for o in outcomes:
         notes = [breakdown_text(o)] if o.breakdown and len(outcomes) <= 8 else []
         notes += [f"{o.level}: {o.reason}"] if o.reason else []

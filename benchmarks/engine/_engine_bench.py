@@ -126,7 +126,7 @@ class Run:
     @property
     def full_tokens_per_s(self) -> float:
         """While every sequence decodes: what a server that refills its batch would see."""
-        full = while_full(self.rounds)
+        full = while_full(self.rounds, max(len(r.active) for r in self.rounds))
         return sum(len(e) for r in full for e in r.emitted) / sum(r.spent_us for r in full) * 1e6
 
 

@@ -3,8 +3,7 @@
 Costs are taken from real rounds on real keys, not from isolated calls: every configuration is decoded for a few rounds
 from the same committed state (calibrate_bench). Drafters are timed one after another, each on sequences that hold what
 it needs and nothing else: attention rows cost a verification time that a drafter without history does not spend. A
-drafter's partial verifications are timed among its full ones wherever they need nothing more. Every batch is timed in
-several sets of sequences, which share the repeats (calibrate_rows).
+drafter's partial verifications are timed among its full ones wherever they need nothing more.
 """
 
 import gc
@@ -13,7 +12,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.markup import escape
 from rich.table import Table
 
@@ -26,7 +24,6 @@ from specdial.engine.trace.schema import WATCHED_OPS
 from specdial.engine.trace.writer import write_costs
 from specdial.engine.verbs.calibrate_bench import Bench
 from specdial.engine.verbs.calibrate_plan import Plan, Settings, plans_of
-from specdial.engine.verbs.calibrate_rows import SETS, STEADY_FRAC, Rows, TimedSet, apart_frac, doubts, steadiness
 from specdial.engine.verification import CUDA_RECOMPUTED_MULTIPLE
 from specdial.policies.artifact import claim_directory, provenance
 from specdial.policies.console import table_console
@@ -57,16 +54,12 @@ def run(settings: Mapping[str, Any], job: Job | None = None) -> dict[str, Any]:
             raise UserError(f"{out} holds costs of another model", "choose another out= or delete that directory")
         if held.meta.get("hardware") == here:
             print(f"{out} was measured before; delete it to measure again")
-            _print(out, job, held.rows.to_pylist(), held.meta.get("sets", []), s)
+            _print(out, job, held.rows.to_pylist(), s)
             return {"out": str(out), "rows": held.rows.num_rows}
     rows: list[dict[str, Any]] = []
-    sets: list[dict[str, Any]] = []
-    with progress("calibrate", len(groups) * len(s.contexts) * len(s.batches) * SETS) as bar:
+    with progress("calibrate", len(groups) * len(s.contexts) * len(s.batches)) as bar:
         for number, plans in enumerate(groups):
-            table = Rows(job, s, plans)
-            for batch, timed in _measure(job, s, plans, plain=number == 0, bar=bar).items():
-                rows += table.of(timed, batch)
-                sets.append(steadiness(plans[0].drafter.label, batch, timed))
+            rows += _measure(job, s, plans, plain=number == 0, bar=bar)
     meta = describe(job, Sampling())
     write_costs(
         out,
@@ -77,13 +70,12 @@ def run(settings: Mapping[str, Any], job: Job | None = None) -> dict[str, Any]:
             **({"acceptance": to_plain(s.acceptance)} if s.acceptance else {}),
             **({"recomputed_multiple": _recomputed_multiple(job)} if s.verify_kv.mode == "partial" else {}),
             **({"kv": to_plain(s.kv)} if s.kv.where == "host" else {}),
-            "sets": sets,
             "config": to_plain(s),
             "provenance": provenance(),
         },
         rows,
     )
-    _print(out, job, rows, sets, s)
+    _print(out, job, rows, s)
     return {"out": str(out), "rows": len(rows)}
 
 
@@ -96,29 +88,19 @@ def _timed_document(job: Job, s: Settings) -> Job:
     return replace(job, documents=[cut])
 
 
-def _measure(job: Job, s: Settings, plans: list[Plan], *, plain: bool, bar: Bar) -> dict[int, list[TimedSet]]:
-    """What every set of sequences took under one drafter, by batch. plain: in plain decoding too."""
+def _measure(job: Job, s: Settings, plans: list[Plan], *, plain: bool, bar: Bar) -> list[dict[str, Any]]:
+    """Cost rows of one drafter. plain: of plain decoding too."""
+    rows: list[dict[str, Any]] = []
     policies = [policy for plan in plans for policy in plan.all_policies]
     prefilled = job.sequences(job.documents[:1], policies, copies=max(s.batches))
-    each = -(-s.repeats // SETS)
-    sets: dict[int, list[TimedSet]] = {batch: [] for batch in s.batches}
-
-    def time_a_set(batch: int) -> None:
-        bench, number, taken = Bench(job, s, plans, prefilled.repeated(batch)), len(sets[batch]), {}
+    for batch in s.batches:
+        bench = Bench(job, s, plans, prefilled.repeated(batch))
         for context in s.contexts:
-            taken[context] = bench.measure(context, range(number * each, (number + 1) * each), plain=plain)
-            bar.advance(int(number < SETS), f"{plans[0].drafter.label}, context {context}, batch {batch}")
-        sets[batch].append(TimedSet(taken, bench.long_run_frac(max(s.contexts)) if plain and bench.idles else None))
+            rows += bench.measure(context, plain=plain)
+            bar.advance(1, f"{plans[0].drafter.label}, context {context}, batch {batch}")
         del bench
         gc.collect()  # sequences and their graphs refer to each other
-        torch.cuda.empty_cache()  # or the next set is given the same memory
-
-    for batch in s.batches * SETS:
-        time_a_set(batch)
-    for batch in s.batches:
-        if apart_frac(sets[batch]) > STEADY_FRAC:
-            time_a_set(batch)
-    return sets
+    return rows
 
 
 def _recomputed_multiple(job: Job) -> int:
@@ -126,7 +108,7 @@ def _recomputed_multiple(job: Job) -> int:
     return CUDA_RECOMPUTED_MULTIPLE if job.model.decoder.device.type == "cuda" else 1
 
 
-def _print(out: Path, job: Job, rows: list[dict[str, Any]], sets: list[dict[str, Any]], s: Settings) -> None:
+def _print(out: Path, job: Job, rows: list[dict[str, Any]], s: Settings) -> None:
     said = (" (random weights)" if job.model.random else "") + (SAID if s.acceptance else "")
     title = f"costs {out}: {job.name}{said}, median [p10, p90] in ms"
     table = Table(title=escape(title), title_justify="left")
@@ -147,5 +129,3 @@ def _print(out: Path, job: Job, rows: list[dict[str, Any]], sets: list[dict[str,
             rate,
         )
     table_console().print(table)
-    for line in doubts(sets):
-        table_console().print(escape(line))

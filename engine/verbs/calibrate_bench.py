@@ -3,14 +3,14 @@
 Configurations are interleaved so that drift of the machine falls on all alike. Terms of a partial verification that no
 moment of a round tells apart are told apart by difference: choosing keys is timed alone, right after a round, and what
 verifications take beyond its median is verify_partial; what a full round that recomputes rows takes beyond the median
-full round is refresh. Sums are therefore what rounds took. Leaves out what is timed (calibrate_plan) and what several
-such batches say together (calibrate_rows).
+full round is refresh. Sums are therefore what rounds took. Leaves out what is timed (calibrate_plan).
 """
 
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
 from itertools import islice
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,15 +19,15 @@ from specdial.engine.cache import round_up
 from specdial.engine.drafters.model import ModelDrafter
 from specdial.engine.drafters.summaries import Summaries
 from specdial.engine.garbage import uncollected
-from specdial.engine.job import Job
+from specdial.engine.job import Job, describe
 from specdial.engine.key_scores import Chooser
 from specdial.engine.loop import Decoding
 from specdial.engine.round import Round
 from specdial.engine.round_state import SELECTED, START
 from specdial.engine.sampling import Sampling
 from specdial.engine.sequences import Sequences
+from specdial.engine.trace.schema import WATCHED_OPS
 from specdial.engine.verbs.calibrate_plan import CPU_ROUNDS, GPU_ROUNDS, Plan, Settings
-from specdial.engine.verbs.calibrate_rows import Samples, Taken
 from specdial.engine.verification import CUDA_RECOMPUTED_MULTIPLE
 from specdial.kernels.page_summary import score_pages
 from specdial.kernels.selection import select
@@ -38,8 +38,9 @@ from specdial.policies.errors import UserError
 from specdial.policies.schema import Policy, plain_policy
 
 WARMUP_REPEATS = 1
-LONG_RUN = 48  # plain steps, where there is room for them
 PLAIN = plain_policy()
+Key = tuple[str, int, int]  # operation, k, budget
+Samples = dict[Key, list[float]]
 
 
 class Bench:
@@ -47,56 +48,38 @@ class Bench:
 
     def __init__(self, job: Job, settings: Settings, plans: list[Plan], sequences: Sequences) -> None:
         self.settings = settings
+        self.kv_bytes = describe(job, Sampling())["model"]["kv_bytes_per_token"]
+        self.weight_bytes = job.model.decoder.weight_bytes
         self.plans = plans
         self.prompt = job.documents[0].prompt_ids
         self.sequences = sequences
 
-    def measure(self, context: int, repeats: range, *, plain: bool) -> Taken:
-        """What these repeats take at one committed length. plain: of plain decoding too."""
-        for _ in range(WARMUP_REPEATS):
-            self._timed(context, repeats[:1], plain=plain)
-        full, partial, steps = self._timed(context, repeats, plain=plain)
-        self._check(full, partial, context)
-        taken: Taken = {"": {("plain", 0, 0): steps} if plain else {}}
-        for plan in self.plans:
-            samples = full
-            if plan.source:
-                verified = {key: values for key, values in full.items() if key[0] in ("verify", "host", "transfer")}
-                samples = _apart({**verified, **partial[plan.source]}, chosen=not plan.keeps)
-            taken[plan.source] = {**taken.get(plan.source, {}), **samples}
-        return taken
-
-    @property
-    def idles(self) -> bool:
-        """Is the device idle before each short run, and is a long one not for hours? A CPU is the host itself."""
-        return self.sequences.graphs.enabled and self.sequences.kv_where == "device"
-
-    def long_run_frac(self, context: int) -> float:
-        """How much longer a plain step takes late in a long run than in runs as short as all others are timed in.
-
-        Short runs start from an idle device, serving does not: this says whether that matters.
-        """
-        count = min(LONG_RUN, self.settings.new_tokens - 2)
-        long = self._rounds(context, PLAIN, count, first=count // 2)
-        short = [r for _ in range(count // 2 // self._usual + 1) for r in self._rounds(context, PLAIN, self._usual)]
-        return float(np.median([r.spent_us for r in long]) / np.median([r.spent_us for r in short])) - 1.0
-
-    def _timed(self, context: int, repeats: range, *, plain: bool) -> tuple[Samples, dict[str, Samples], list[float]]:
-        """Samples of lossless rounds, of partial ones by source, and of plain steps."""
+    def measure(self, context: int, *, plain: bool) -> list[dict[str, Any]]:
+        """Cost rows at one committed length. plain: of plain decoding too."""
         full: Samples = {}
         partial: dict[str, Samples] = {plan.source: {} for plan in self.plans if plan.source}
         steps: list[float] = []
-        for repeat in repeats:
-            for k, budget in self._configurations(repeat):
+        for repeat in range(-WARMUP_REPEATS, self.settings.repeats):
+            if repeat == 0:  # what came before was to warm up
+                full, partial, steps = {}, {source: {} for source in partial}, []
+            for k, budget in self._configurations(max(repeat, 0)):
                 self._full(full, context, k, budget)
                 if k and self.waits:
                     self._watched(full, context, k, budget)
             for plan in self.plans:
                 if plan.source:
-                    self._partial(partial[plan.source], plan, context, repeat)
+                    self._partial(partial[plan.source], plan, context, max(repeat, 0))
             if plain:
                 steps += [r.verify_us + r.host_us for r in self._rounds(context, PLAIN, self._usual)]
-        return full, partial, steps
+        self._check(full, partial, context)
+        rows = [self._row("", ("plain", 0, 0), context, steps)] if plain else []
+        for plan in self.plans:
+            samples = full
+            if plan.source:
+                verified = {key: values for key, values in full.items() if key[0] in ("verify", "host", "transfer")}
+                samples = _apart({**verified, **partial[plan.source]}, chosen=not plan.keeps)
+            rows += [self._row(plan.source, key, context, values) for key, values in samples.items()]
+        return rows
 
     def _check(self, full: Samples, partial: dict[str, Samples], context: int) -> None:
         """Raises UserError where a lookup found nothing to time."""
@@ -227,6 +210,39 @@ class Bench:
         s.graphs.run(("choice", kv, policy.scoring_heads, k), once)
         moments_ns = decoding.state.read_back().wait().moments_ns
         return float(moments_ns[SELECTED] - moments_ns[START]) / 1e3
+
+    def _row(self, source: str, key: Key, context: int, samples: list[float]) -> dict[str, Any]:
+        op, k, budget = key
+        values = np.array(samples)
+        return {
+            "op": op,
+            "drafter": "none" if op == "plain" else self.plans[0].drafter.label,
+            "source": source,
+            "context_tokens": context,
+            "batch": self.sequences.batch,
+            "k": k,
+            "budget": budget,
+            "median_us": float(np.median(values)),
+            "p10_us": float(np.percentile(values, 10)),
+            "p90_us": float(np.percentile(values, 90)),
+            "n": len(values),
+            "bytes": self._bytes(op, context, k, budget),
+        }
+
+    def _bytes(self, op: str, context: int, k: int, budget: int) -> int:
+        """Weights, keys and values that an operation must read; 0 where it is not known: for drafts with weights other
+        than the model's, for choices of a partial verification and for what recomputed rows add."""
+        drafter, page = self.plans[0].drafter, self.settings.draft_kv.page
+        op = op.partition("_")[0] if op in WATCHED_OPS else op
+        if op in ("draft", "select") and (not drafter.reads_selection or drafter.weights != "model"):
+            return 0
+        summaries = context // page if drafter.kind == "quest" else 0  # a smallest and a largest key a page
+        keys = {
+            "plain": context, "verify": context + k, "draft": budget + summaries, "select": 2 * budget,
+            "verify_partial": min(budget, context) + k, "transfer": context,
+        }  # fmt: skip
+        weights = self.weight_bytes if op in ("plain", "verify", "draft", "verify_partial") else 0
+        return weights + self.sequences.batch * keys.get(op, 0) * self.kv_bytes
 
 
 def _choose_pages(s: Sequences, policy: Policy, k: int) -> None:

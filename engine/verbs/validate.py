@@ -67,10 +67,11 @@ class Settings:
 class Measured:
     """What one policy did. times_us: [groups][runs]; the rest sums over documents, of the last run.
 
-    full: the same of the rounds in which all of a group decodes: [groups][runs] and sums.
+    full: the same of the rounds in which a whole `batch` decodes: [groups][runs] and sums. batch: of the largest group.
     """
 
     policy: Policy
+    batch: int
     synthetic: tuple[float, ...]  # see Acceptance.of
     times_us: list[list[float]] = field(default_factory=list)
     full_us: list[list[float]] = field(default_factory=list)
@@ -90,7 +91,7 @@ class Measured:
 
     @property
     def full_us_per_token(self) -> float:
-        """While all of a group decodes."""
+        """While a whole batch decodes."""
         return float(sum(np.median(t) for t in self.full_us) / self.full_tokens)
 
 
@@ -154,8 +155,8 @@ def run(settings: Mapping[str, Any], job: Job | None = None) -> dict[str, Any]:
 
 
 def _measure(job: Job, policies: list[Policy], s: Settings) -> list[Measured]:
-    results = [Measured(p, s.acceptance.of(p)) for p in policies]
     groups = [job.documents[i : i + s.batch] for i in range(0, len(job.documents), s.batch)]
+    results = [Measured(p, len(groups[0]), s.acceptance.of(p)) for p in policies]
     batches = Batches(job, policies)
     timed, warming = len(groups) * s.repeats, len({len(group) for group in groups})
     with progress("validate", timed * (len(policies) + 1) + warming * len(policies)) as bar:
@@ -220,7 +221,7 @@ def _spent_us(rounds: list[Round]) -> float:
 def _add(result: Measured, run: list[Round]) -> None:
     """Note a run of the last group."""
     result.times_us[-1].append(_spent_us(run))
-    result.full_us[-1].append(_spent_us(while_full(run)))
+    result.full_us[-1].append(_spent_us(while_full(run, result.batch)))
     known = [] if result.longest is None else [result.longest]
     result.longest = max((*known, *run), key=lambda r: r.spent_us)
 
@@ -234,7 +235,7 @@ def _count(
     """reference: the plain outputs, where ours must equal them. Synthetic acceptance makes no text to compare."""
     result.rounds += sum(int(r.active.sum()) for r in rounds)
     result.tokens += sum(len(e) for r in rounds for e in r.emitted)
-    full = while_full(rounds)
+    full = while_full(rounds, result.batch)
     result.full_rounds += sum(len(r.active) for r in full)
     result.full_tokens += sum(len(e) for r in full for e in r.emitted)
     result.drafted += sum(int(r.k.sum()) for r in rounds)
@@ -286,16 +287,21 @@ def _parts(rows: list[dict[str, Any]], plain_us_per_token: float) -> dict[str, f
     """Where errors come from, None where nothing was predicted.
 
     Medians over drafting policies of how far off tokens a round were, and the speedup had those been known; and by how
-    much too slow plain decoding was predicted.
+    much too slow plain decoding was predicted. Of batches while whole ones decode, where that was predicted.
     """
     tokens, costs, baselines = [], [], []
     for row in rows:
         predicted, measured = row["predicted"], row["measured"]
-        if row["k_max"] and row["error_frac"] is not None and predicted.get("tokens_per_round"):
-            tokens.append(predicted["tokens_per_round"] / measured["tokens_per_round"])
-            costs.append((1.0 + row["error_frac"]) / tokens[-1])
-        if predicted.get("baseline_us_per_token"):
+        if FULL_BATCH in measured and (predicted.get(FULL_BATCH) or {}).get("us_per_token"):
+            predicted, measured = predicted[FULL_BATCH], measured[FULL_BATCH]
+            baselines.append(
+                predicted["us_per_token"] * predicted["speedup"] / (measured["us_per_token"] * measured["speedup"])
+            )
+        elif predicted.get("baseline_us_per_token"):
             baselines.append(predicted["baseline_us_per_token"] / plain_us_per_token)
+        if row["k_max"] and predicted.get("speedup") and predicted.get("tokens_per_round"):
+            tokens.append(predicted["tokens_per_round"] / measured["tokens_per_round"])
+            costs.append(predicted["speedup"] / measured["speedup"] / tokens[-1])
     return {
         "tokens_error_frac": float(np.median(np.abs(np.array(tokens) - 1.0))) if tokens else None,
         "cost_error_frac": float(np.median(np.abs(np.array(costs) - 1.0))) if costs else None,

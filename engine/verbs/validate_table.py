@@ -7,7 +7,7 @@ from rich.table import Table
 
 from specdial.engine.acceptance import SAID
 from specdial.engine.job import Job
-from specdial.policies.console import table_console
+from specdial.policies.console import odd_batch, table_console
 
 COSTS_HOLD_FRAC = 0.05
 
@@ -94,6 +94,7 @@ def print_validation(out: Path, job: Job, rows: list[dict[str, Any]], content: d
         console.print(f"what was off, medians: {parts}")
     if content["plain_error_frac"] is not None:
         off = content["plain_error_frac"]
-        said = f"{content['plain_us_per_token']:.0f} us a token, predicted {off:+.1%}"
-        doubt = "; costs were timed at other contexts or batches, or have changed since: calibrate again"
-        console.print(f"plain decoding took {said}{doubt if abs(off) > COSTS_HOLD_FRAC else ''}")
+        doubt = ": costs were timed at other contexts or batches, or have changed since; calibrate again"
+        console.print(f"plain decoding was predicted {off:+.1%}{doubt if abs(off) > COSTS_HOLD_FRAC else ''}")
+    if odd := odd_batch(len(job.documents), content["batch"]):
+        console.print(odd)

@@ -250,8 +250,8 @@ def test_validate_warms_up_before_it_times_and_times_no_run_that_captured(shared
     assert found["policies"][0]["measured"]["tokens"] == 5 * workload["new_tokens"]
 
 
-def test_validate_tells_full_batches_from_whole_runs(shared, tmp_path, monkeypatch):
-    """Batches of 2, 2 and 1: what was measured until the first of each ended, restated from the rounds themselves."""
+def test_validate_tells_full_batches_from_whole_runs(shared, tmp_path, monkeypatch, capsys):
+    """Batches of 2, 2 and 1: what whole ones took until the first of each ended, restated from their rounds."""
     runs, decode = {}, validate._decode
 
     def noted(sequences, result, sampling, numbers):
@@ -261,7 +261,7 @@ def test_validate_tells_full_batches_from_whole_runs(shared, tmp_path, monkeypat
 
     monkeypatch.setattr(validate, "_decode", noted)
     settings = {"workload": {**shared["workload"], "documents": 5}, "split": "all", "batch": 2}
-    expected = {"speedup": 2.0, "full_batch": {"speedup": 3.0, "tokens_per_round": 2.0}}
+    expected = {"speedup": 2.0, "full_batch": {"speedup": 3.0, "tokens_per_round": 2.0, "us_per_token": 7.0}}
     settings["policies"] = [{**FIXED, "expected": expected}, {**RATE, "expected": {**expected, "speedup": 1.5}}]
     found = validate.run({**shared, **settings, "repeats": 1, "bootstrap": 10, "out": str(tmp_path / "v")})
     us_per_token = {}
@@ -269,7 +269,7 @@ def test_validate_tells_full_batches_from_whole_runs(shared, tmp_path, monkeypat
         time_us = tokens = lanes = 0
         for number, group in groups.items():
             warm = group[1:] if number in (0, 4) else group  # new sequences run once before they are timed
-            full = [[r for r in rounds if r.active.all()] for rounds in warm]
+            full = [[r for r in rounds if r.active.sum() == 2] for rounds in warm]
             spent_us = [r.draft_us + r.verify_us + r.select_us + r.host_us for rounds in full for r in rounds]
             time_us += sum(spent_us) / len(full)
             tokens += sum(len(e) for r in full[-1] for e in r.emitted)
@@ -285,6 +285,12 @@ def test_validate_tells_full_batches_from_whole_runs(shared, tmp_path, monkeypat
                 parts = ("draft_us", "verify_us", "select_us", "host_us")
                 assert row["measured"]["longest_round"] == {part: getattr(longest, part) for part in parts}
     written = json.loads((tmp_path / "v" / "validation.json").read_text())
+    assert "5 documents: the last batch is of 1, not 2" in " ".join(capsys.readouterr().out.split())
+    assert written["plain_error_frac"] == pytest.approx(21.0 / us_per_token[0] - 1.0)
+    tokens = [2.0 / row["measured"]["full_batch"]["tokens_per_round"] for row in written["policies"]]
+    assert written["tokens_error_frac"] == pytest.approx(np.median(np.abs(np.array(tokens) - 1.0)))
+    costs = [3.0 / row["measured"]["full_batch"]["speedup"] / t for row, t in zip(written["policies"], tokens)]
+    assert written["cost_error_frac"] == pytest.approx(np.median(np.abs(np.array(costs) - 1.0)))
     errors = []
     for row in written["policies"]:
         m = row["measured"]["full_batch"]

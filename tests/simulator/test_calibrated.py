@@ -10,7 +10,6 @@ from specdial.engine.trace.schema import WATCHED, WATCHED_OPS
 from specdial.engine.verbs import calibrate
 from specdial.engine.verbs.calibrate_bench import Bench
 from specdial.engine.verbs.calibrate_plan import Plan
-from specdial.engine.verbs.calibrate_rows import TimedSet, apart_frac
 from specdial.policies.errors import UserError
 from specdial.policies.schema import Drafter, policy_from_mapping
 from specdial.simulator.costs import CostModel
@@ -34,99 +33,6 @@ def settings(tiny_checkpoint, tmp_path):
         "repeats": 3,
         "draft_kv": KV,
     }
-
-
-@pytest.fixture
-def slow_set(monkeypatch):
-    """Sets of sequences by number, from 0, whose plain, draft and verification times are made 1.4 times as long."""
-    chosen, made, measure = set(), [], Bench.measure
-
-    def slowed(bench, context, repeats, *, plain):
-        if not made or made[-1] is not bench:
-            made.append(bench)
-        factor = 1.4 if len(made) - 1 in chosen else 1.0
-        taken = measure(bench, context, repeats, plain=plain)
-        seen = {("plain", 0, 0): 1000.0, ("draft", 0, 40): 300.0, ("verify", 2, 0): 1500.0}
-        return {
-            source: {key: [seen.get(key, 50.0) * factor] * len(v) for key, v in s.items()}
-            for source, s in taken.items()
-        }
-
-    monkeypatch.setattr(Bench, "measure", slowed)
-    monkeypatch.setattr(Bench, "idles", True)
-    monkeypatch.setattr(Bench, "long_run_frac", lambda bench, context: 0.06 if bench.sequences.batch == 1 else -0.04)
-    return chosen
-
-
-@pytest.mark.parametrize("slow", [0, 1, None])
-def test_a_slow_set_of_sequences_is_outvoted(settings, slow_set, slow, capsys):
-    """Batch 2's: sets are made for batch 1, 2, 1, 2 and then for what differed."""
-    slow_set |= {None: set(), 0: {1}, 1: {3}}[slow]
-    calibrate.run({**settings, "batches": [1, 2], "budgets": [40]})
-    table = read_costs(settings["out"])
-    timed = {(r["batch"], r["op"], r["k"]): (r["median_us"], r["n"]) for r in table.rows.to_pylist()}
-    for batch in (1, 2):
-        assert timed[batch, "plain", 0][0] == 1000.0
-        assert timed[batch, "draft", 0][0] == 300.0
-        assert timed[batch, "verify", 2][0] == 1500.0
-    one = {"drafter": "sparse_self", "batch": 1, "sets": 2, "apart_frac": 0.0, "long_run_frac": 0.06}
-    two = {**one, "batch": 2, "long_run_frac": -0.04}
-    if slow is not None:
-        two |= {"sets": 3, "apart_frac": pytest.approx(0.4)}
-    assert table.meta["sets"] == [one, two]
-    assert timed[2, "plain", 0][1] == timed[1, "plain", 0][1] * (1.0 if slow is None else 1.5)
-    said = "batch 2: 3 sets of sequences took times up to 40% apart"
-    calibrate.run({**settings, "batches": [1, 2], "budgets": [40]})  # shows the table again
-    printed = " ".join(capsys.readouterr().out.split())
-    assert printed.count(said) == (0 if slow is None else 2)
-    assert printed.count("batch 1: plain steps took +6% in a long run") == 2
-    assert "batch 2: plain steps" not in printed
-
-
-def test_sets_share_the_repeats_and_see_every_budget(settings, monkeypatch):
-    asked, measure = [], Bench.measure
-    monkeypatch.setattr(
-        Bench,
-        "measure",
-        lambda bench, context, repeats, **more: asked.append(repeats) or measure(bench, context, repeats, **more),
-    )
-    monkeypatch.setattr(calibrate, "STEADY_FRAC", 1e9)
-    calibrate.run({**settings, "repeats": 5})
-    assert asked == [range(3), range(3, 6)]
-    timed = {(r["op"], r["budget"]) for r in read_costs(settings["out"]).rows.to_pylist()}
-    assert {("draft", 40), ("draft", 48)} <= timed
-
-
-def test_a_long_run_is_held_against_short_ones(settings, monkeypatch):
-    """Short runs of 2 rounds, the first left out, and the later half of a long one."""
-    counts = []
-
-    def rounds(bench, context, policy, count, *, first=1, **more):
-        counts.append((count, first))
-        return [SimpleNamespace(spent_us=20.0 if first > 1 else 16.0)] * (count - first)
-
-    monkeypatch.setattr(Bench, "measure", lambda *a, **more: {"": {("plain", 0, 0): [1.0]}})
-    monkeypatch.setattr(Bench, "idles", True)
-    monkeypatch.setattr(Bench, "_rounds", rounds)
-    calibrate.run({**settings, "ks": [0, 8]})
-    assert [found["long_run_frac"] for found in read_costs(settings["out"]).meta["sets"]] == [0.25]
-    assert counts == 2 * [(48, 24), *[(2, 1)] * 13]
-
-
-def test_a_cpu_is_not_asked_for_a_long_run(settings):
-    calibrate.run(settings)
-    assert [found["long_run_frac"] for found in read_costs(settings["out"]).meta["sets"]] == [None]
-
-
-def test_how_far_sets_are_apart_is_not_for_one_sample_to_say():
-    one = {"": {("plain", 0, 0): [10.0, 11.0, 90.0], ("verify", 2, 0): [20.0], ("host", 2, 0): [1.0]}, "history": {}}
-    other = {"": {("plain", 0, 0): [11.0], ("verify", 2, 0): [22.0], ("host", 2, 0): [9.0], ("draft", 0, 40): [5.0]}}
-    a, b = TimedSet({64: one, 96: one}), TimedSet({64: other, 96: one})
-    assert apart_frac([a]) == 0.0
-    assert apart_frac([a, b]) == pytest.approx(np.sqrt(22.0 / 20.0) - 1.0)  # nothing and a tenth
-    assert apart_frac([a, a, b]) == pytest.approx(apart_frac([b, a])) == pytest.approx(apart_frac([a, b]))
-    nothing = TimedSet({64: {**one, "history": {("verify_partial", 2, 32): [0.0]}}})  # choosing keys takes all of it
-    assert apart_frac([nothing, nothing]) == 0.0
 
 
 def test_what_is_timed_can_be_priced(settings):

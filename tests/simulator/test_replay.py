@@ -1,5 +1,8 @@
 """The vectorised replay against a slow, plain re-statement of the engine's round."""
 
+from dataclasses import replace
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -11,6 +14,7 @@ from specdial.policies.controllers import Signals, draft_limit, make_controller
 from specdial.policies.file import policy_digest
 from specdial.policies.schema import policy_from_mapping
 from specdial.simulator.costs import CostModel, operation
+from specdial.simulator.lanes import read_record
 from specdial.simulator.replay import replay, replay_rounds
 from specdial.simulator.synthetic import Shape, outputs, synthetic_meta, write_trace
 
@@ -153,17 +157,26 @@ def test_time_equals_the_sum_of_each_rounds_price(trace, costs, made, batch):
 
 
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(controller=controllers, cell_list=cells, batch=st.integers(2, 4))
-def test_a_full_batch_is_what_was_decoded_until_the_first_ended(trace, costs, controller, cell_list, batch):
+@given(controller=controllers, cell_list=cells, batch=st.integers(2, 6))
+def test_a_full_batch_is_what_whole_batches_decode_until_the_first_ends(trace, costs, controller, cell_list, batch):
+    """Of six documents: the first ones fill up the last batch."""
     kv = {"budget": 256, "sink": 4, "recent": 16}
     drafting = policy_from_mapping({"controller": controller, "draft_kv": kv, "cells": cell_list})
     none = policy_from_mapping({"drafter": {"kind": "none"}, "controller": {"kind": "none"}, "draft_kv": kv})
-    plain_us = None
-    for outcome in replay(trace, costs, [none, drafting], batch=batch, bootstrap=0, keep_rounds=True, full_batch=True):
-        rows = while_full(trace, rows_of(outcome.round_log), batch)
-        tokens, full = sum(row[5] for row in rows), outcome.full_batch
-        assert full.tokens_per_round == pytest.approx(tokens / len(rows))
-        us_per_token = priced_slowly(trace, costs, outcome.policy, rows, batch) / tokens
+    plain_us, record = None, read_record(trace)
+    filled = [i % 6 for i in range(-(-6 // batch) * batch)]
+    for outcome in replay(record, costs, [none, drafting], batch=batch, bootstrap=0, full_batch=True):
+        full, tokens, lanes, spent_us = outcome.full_batch, 0, 0, 0.0
+        for first in range(0, len(filled), batch):
+            group = filled[first : first + batch]
+            alone = replace(record, documents=record.documents.take(np.array(group)))
+            (log,) = replay_rounds(alone, [outcome.policy], batch=batch)
+            ours = SimpleNamespace(meta={"documents": [trace.meta["documents"][i] for i in group]})
+            rows = while_full(ours, rows_of(log), batch)
+            spent_us += priced_slowly(ours, costs, outcome.policy, rows, batch)
+            tokens, lanes = tokens + sum(row[5] for row in rows), lanes + len(rows)
+        assert full.tokens_per_round == pytest.approx(tokens / lanes)
+        us_per_token = spent_us / tokens
         plain_us = plain_us or us_per_token
         assert full.us_per_token == pytest.approx(us_per_token, rel=1e-9)
         assert full.speedup == pytest.approx(plain_us / us_per_token, rel=1e-9)
