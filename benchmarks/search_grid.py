@@ -11,9 +11,8 @@ import time
 import numpy as np
 
 from specdial.engine.batches import Batches
-from specdial.engine.garbage import uncollected
-from specdial.engine.loop import Decoding
 from specdial.engine.sampling import Sampling
+from specdial.engine.timed import decode_captured
 from specdial.policies.file import policy_digest
 from specdial.simulator.search import fixed_points
 from specdial.simulator.space import Search, Space
@@ -48,8 +47,7 @@ def fixed(whole):
 def measured(job, groups, policies, repeats, until_s=float("inf")):
     """(us [groups, repeats, policies], outputs unlike plain's [policies]). groups: documents that decode together.
 
-    policies[0] is plain. NaN where time was out. Where a graph was captured the policy decodes again: its first use is
-    no measurement.
+    policies[0] is plain. NaN where time was out.
     """
     times = np.full((len(groups), repeats, len(policies)), np.nan)
     differing = np.zeros(len(policies), int)
@@ -59,13 +57,8 @@ def measured(job, groups, policies, repeats, until_s=float("inf")):
         for repeat, step in itertools.product(range(repeats), range(len(policies))):
             if time.monotonic() > until_s:
                 return times, differing
-            p, capturing_us = (step + repeat) % len(policies), None
-            while capturing_us != s.graphs.capturing_us:
-                capturing_us = s.graphs.capturing_us
-                s.rewind()
-                decoding = Decoding(s, policies[p], Sampling(), [d.index for d in group])
-                with uncollected():
-                    rounds = list(decoding.rounds())
+            p = (step + repeat) % len(policies)
+            rounds = decode_captured(s, policies[p], Sampling(), [d.index for d in group])
             times[g, repeat, p] = sum(r.spent_us for r in rounds)
             plain = plain or s.outputs
             if repeat == 0:

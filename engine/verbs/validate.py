@@ -19,12 +19,11 @@ from typing import Any
 import numpy as np
 from scipy.stats import spearmanr
 
+from specdial.engine import timed
 from specdial.engine.acceptance import JUDGED, Acceptance, said_of
 from specdial.engine.batches import Batches
 from specdial.engine.fidelity import Fidelity, error_of, intervals, measure_fidelity, summary
-from specdial.engine.garbage import uncollected
 from specdial.engine.job import Job, ModelSettings, describe, hardware, history_spec, load_job
-from specdial.engine.loop import Decoding
 from specdial.engine.progress import Bar, progress
 from specdial.engine.round import PARTS, Round, while_full
 from specdial.engine.sampling import Sampling
@@ -158,8 +157,8 @@ def _measure(job: Job, policies: list[Policy], s: Settings) -> list[Measured]:
     groups = [job.documents[i : i + s.batch] for i in range(0, len(job.documents), s.batch)]
     results = [Measured(p, len(groups[0]), s.acceptance.of(p)) for p in policies]
     batches = Batches(job, policies)
-    timed, warming = len(groups) * s.repeats, len({len(group) for group in groups})
-    with progress("validate", timed * (len(policies) + 1) + warming * len(policies)) as bar:
+    repeats, warming = len(groups) * s.repeats, len({len(group) for group in groups})
+    with progress("validate", repeats * (len(policies) + 1) + warming * len(policies)) as bar:
         for number, group in enumerate(groups):
             cold = not number or len(group) != s.batch  # new sequences, whose graphs are still to be captured
             _measure_group(batches.prefilled(group), group, results, s, bar, cold=cold)
@@ -178,7 +177,8 @@ def _measure_group(
     for repeat in range(0 if cold else 1, s.repeats + 1):
         for place in _order(len(results), repeat):
             result = results[place]
-            rounds = (_timed if repeat else _decode)(sequences, result, s.sampling, numbers)
+            run = timed.decode_captured if repeat else timed.decode
+            rounds = run(sequences, result.policy, s.sampling, numbers, synthetic=result.synthetic)
             if repeat:
                 _add(result, rounds)
             last[place] = rounds, sequences.outputs
@@ -197,21 +197,6 @@ def _order(count: int, repeat: int) -> list[int]:
         first, half = order.index(0), count // 2
         order.insert(first + half + 1 if first + half < count else first - half, 0)
     return order
-
-
-def _timed(sequences: Sequences, result: Measured, sampling: Sampling, numbers: list[int]) -> list[Round]:
-    """The rounds of one run; of a second one where graphs were still captured in the first."""
-    captured_us = sequences.graphs.capturing_us
-    rounds = _decode(sequences, result, sampling, numbers)
-    again = captured_us != sequences.graphs.capturing_us
-    return _decode(sequences, result, sampling, numbers) if again else rounds
-
-
-def _decode(sequences: Sequences, result: Measured, sampling: Sampling, numbers: list[int]) -> list[Round]:
-    sequences.rewind()
-    decoding = Decoding(sequences, result.policy, sampling, numbers, synthetic=result.synthetic)
-    with uncollected():
-        return list(decoding.rounds())
 
 
 def _spent_us(rounds: list[Round]) -> float:

@@ -7,6 +7,7 @@ from contextlib import redirect_stdout
 import numpy as np
 import pytest
 
+from specdial.engine import timed
 from specdial.engine.trace.reader import read_costs, read_trace
 from specdial.engine.verbs import calibrate, record, run, validate
 from specdial.policies.errors import UserError
@@ -227,7 +228,7 @@ def test_validate_compares_with_plain_and_with_what_was_predicted(shared, tmp_pa
 @pytest.mark.parametrize("captures", [False, True])
 def test_validate_warms_up_before_it_times_and_times_no_run_that_captured(shared, tmp_path, monkeypatch, captures):
     """Batches of 2, 2 and 1: new sequences warm up, then every policy runs once a repeat, unless a graph was new."""
-    runs, decoding = [], validate.Decoding
+    runs, decoding = [], timed.Decoding
 
     def noted(sequences, policy, *rest, **more):
         runs.append((sequences.batch, policy.k_max))
@@ -235,7 +236,7 @@ def test_validate_warms_up_before_it_times_and_times_no_run_that_captured(shared
             sequences.graphs.capturing_us += 1.0
         return decoding(sequences, policy, *rest, **more)
 
-    monkeypatch.setattr(validate, "Decoding", noted)
+    monkeypatch.setattr(timed, "Decoding", noted)
     workload = {**shared["workload"], "documents": 5}
     longer = FIXED["controller"]["k"] + 1
     two = [FIXED, {**FIXED, "name": "longer", "controller": {"kind": "fixed", "k": longer}}]
@@ -252,14 +253,14 @@ def test_validate_warms_up_before_it_times_and_times_no_run_that_captured(shared
 
 def test_validate_tells_full_batches_from_whole_runs(shared, tmp_path, monkeypatch, capsys):
     """Batches of 2, 2 and 1: what whole ones took until the first of each ended, restated from their rounds."""
-    runs, decode = {}, validate._decode
+    runs, decode = {}, timed.decode
 
-    def noted(sequences, result, sampling, numbers):
-        rounds = decode(sequences, result, sampling, numbers)
-        runs.setdefault(result.policy.k_max, {}).setdefault(numbers[0], []).append(rounds)
+    def noted(sequences, policy, sampling, numbers, **more):
+        rounds = decode(sequences, policy, sampling, numbers, **more)
+        runs.setdefault(policy.k_max, {}).setdefault(numbers[0], []).append(rounds)
         return rounds
 
-    monkeypatch.setattr(validate, "_decode", noted)
+    monkeypatch.setattr(timed, "decode", noted)
     settings = {"workload": {**shared["workload"], "documents": 5}, "split": "all", "batch": 2}
     expected = {"speedup": 2.0, "full_batch": {"speedup": 3.0, "tokens_per_round": 2.0, "us_per_token": 7.0}}
     settings["policies"] = [{**FIXED, "expected": expected}, {**RATE, "expected": {**expected, "speedup": 1.5}}]
