@@ -48,7 +48,7 @@ def compared(rows, predicted):
 
 
 def compared_while_full(rows, predicted):
-    """The same of the rounds in which whole batches decode; {} where there are no batches."""
+    """The same of batches as if they were kept full; {} where there are none."""
     if not all("full_batch" in r["measured"] for r in rows):
         return {}
     ours = [{**r, "measured": {**r["measured"], **r["measured"]["full_batch"]}} for r in rows]
@@ -123,7 +123,7 @@ def command_of(script):
 def policy_rows(rows, predicted):
     """A line a policy: [name, level, speedup predicted, measured, low, high, tokens a round predicted, measured].
 
-    Of batches also, while all of one decodes: [..., speedup predicted, measured, tokens a round predicted, measured].
+    Of batches also, as if they were kept full: [..., speedup predicted, measured, tokens a round predicted, measured].
     """
     table = []
     for r in rows:
@@ -148,7 +148,7 @@ def show(row):
     )
     if full := row.get("full_batch"):
         print(
-            f"  while all decode: median {full['median_pct']:.2f} % worst {full['worst_pct']:.2f} %, "
+            f"  full batches: median {full['median_pct']:.2f} % worst {full['worst_pct']:.2f} %, "
             f"tokens/round {full['tokens_per_round_error']['median_pct']:.2f} %, "
             f"cost {full['cost_error']['median_pct']:.2f} %, regret {full['regret_pct']:.2f} %",
             flush=True,

@@ -51,7 +51,15 @@ class Round:
         """All of its time."""
         return self.draft_us + self.verify_us + self.select_us + self.host_us
 
+    @property
+    def shared_us(self) -> float:
+        """The share of its time that the sequences in it have: others could take the places of those that are done."""
+        return self.spent_us * float(self.active.mean())
 
-def while_full(rounds: Iterable[Round], batch: int) -> list[Round]:
-    """Those in which a whole batch decodes: what a server sees that refills it."""
-    return [r for r in rounds if r.active.sum() == batch]
+
+def kept_full(rounds: Iterable[Round], batch: int) -> list[Round]:
+    """Those in which at least half of a whole batch decodes: by their shared times, what a server sees that refills it.
+
+    Nearly all tokens come of them, and with fewer sequences the longest draft gets shorter than in a full batch.
+    """
+    return [r for r in rounds if len(r.active) == batch and 2 * int(r.active.sum()) >= batch]

@@ -89,7 +89,7 @@ def rounds(
 
     arms[p][v]: index of the recorded arm that variant v of policy p drafts with (any, where it never drafts).
     documents are taken in consecutive groups of `batch`, which only the cells and the buffer of a policy can feel here.
-    full: a group ends with the first of its sequences to have its output.
+    full: a group ends when less than half of its sequences decode.
     Partial verification accepts what full verification would, changed by the fidelity model where the record has draws.
     """
     count = len(documents)
@@ -147,7 +147,7 @@ def rounds(
             schedule.note(verified, emitted)
         position = position + emitted
         if full:
-            over = np.logical_or.reduceat((position >= end).reshape(len(policies), count), first, axis=1)
+            over = 2 * np.add.reduceat((position < end).reshape(len(policies), count), first, axis=1, dtype=int) < sizes
             position = np.where(np.repeat(over, sizes, axis=1).reshape(-1), end, position)
 
 

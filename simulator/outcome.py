@@ -32,9 +32,10 @@ class Rounds:
 
 @dataclass(frozen=True, slots=True)
 class FullBatch:
-    """While every sequence of a batch decodes, from its start to the first end: what a server that refills it sees.
+    """Whole batches as if they were kept full: what a server sees that refills them.
 
-    speedup: over plain decoding under the same condition, a ratio of sums; None without a plain cost.
+    Of the rounds in which at least half of a batch decodes, each by the share of it that does: the places of sequences
+    that are done could be others'. speedup: over plain decoding likewise, a ratio of sums; None without a plain cost.
     """
 
     speedup: float | None

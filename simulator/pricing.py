@@ -187,17 +187,20 @@ def tabulate_refresh(costs: CostModel, setting: Setting, batch: int, knots: Floa
     return RefreshTable(cost_us, extrapolated, reason)
 
 
-def plain_time_us(costs: CostModel, start: Ints, end: Ints) -> float:
-    """Plain decoding of one batch, start and end [members], until its last member ends.
+def plain_time_us(costs: CostModel, start: Ints, end: Ints, *, full: bool = False) -> tuple[float, int]:
+    """(us, tokens) of plain decoding of one batch, start and end [members], until its last member ends.
 
-    A step lasts as one at the mean context; members that have ended keep their place.
-    Raises CostRefusedError when plain steps were not measured there.
+    A step lasts as one at the mean context; members that have ended keep their place. full: as if it was kept full, see
+    `tally`. Raises CostRefusedError when plain steps were not measured there.
     """
     steps = np.arange(int((end - start).max()))
+    decoding = (steps < (end - start)[:, None]).mean(axis=0)  # [steps]
     context = np.minimum(start[:, None] + steps, end[:, None]).mean(axis=0)  # [steps]
     knots = knots_for(costs, float(context[0]), float(context[-1]))
     values = [costs.at("plain", float(c), len(start))[0] for c in knots]
-    return float(np.interp(context, knots, values).sum())
+    weight = np.where(decoding >= 0.5, decoding, 0.0) if full else np.ones(len(steps))
+    tokens = round(float(decoding[weight > 0.0].sum()) * len(start))
+    return float((weight * np.interp(context, knots, values)).sum()), tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,8 +214,8 @@ class Bins:
     def empty(cls, units: int, settings: int, k_max: int, knots: Floats) -> "Bins":
         return cls(np.zeros((units, settings, k_max + 1, len(knots))), knots)
 
-    def add(self, unit: Ints, setting: Ints, k: Ints, context_tokens: Floats, weight: Floats | None = None) -> None:
-        """Count rounds, all arguments [n]. weight: how often each counts, once where it is None."""
+    def add(self, unit: Ints, setting: Ints, k: Ints, context_tokens: Floats, weight: Floats) -> None:
+        """Count rounds, all arguments [n]. weight: how often each counts."""
         _, settings, ks, width = self.counts.shape
         base = ((unit * settings + setting) * ks + k) * width
         flat = self.counts.reshape(-1)
@@ -220,19 +223,18 @@ class Bins:
             flat += np.bincount(base, weights=weight, minlength=flat.size)
             return
         upper = np.clip(np.searchsorted(self.knots, context_tokens), 1, width - 1)
-        share = (context_tokens - self.knots[upper - 1]) / (self.knots[upper] - self.knots[upper - 1])
-        rest = 1.0 - share
-        if weight is not None:
-            share, rest = weight * share, weight * rest
+        share = weight * (context_tokens - self.knots[upper - 1]) / (self.knots[upper] - self.knots[upper - 1])
         flat += np.bincount(base + upper, weights=share, minlength=flat.size)
-        flat += np.bincount(base + upper - 1, weights=rest, minlength=flat.size)
+        flat += np.bincount(base + upper - 1, weights=weight - share, minlength=flat.size)
 
-    def add_rows(self, unit: Ints, setting: Ints, rows: Floats, context_tokens: Floats, grid: Floats) -> None:
+    def add_rows(
+        self, unit: Ints, setting: Ints, rows: Floats, context_tokens: Floats, grid: Floats, weight: Floats
+    ) -> None:
         """Count rounds by recomputed rows, of which `grid` are the bins in place of k; split between neighbours."""
         upper = np.clip(np.searchsorted(grid, rows), 1, len(grid) - 1)
-        share = (rows - grid[upper - 1]) / (grid[upper] - grid[upper - 1])
+        share = weight * (rows - grid[upper - 1]) / (grid[upper] - grid[upper - 1])
         self.add(unit, setting, upper, context_tokens, share)
-        self.add(unit, setting, upper - 1, context_tokens, 1.0 - share)
+        self.add(unit, setting, upper - 1, context_tokens, weight - share)
 
 
 def _round(setting: Setting, k: int) -> tuple[tuple[int, str, float, int, int], ...]:

@@ -46,8 +46,8 @@ def replay(
     """One Outcome per policy, in order.
 
     costs: None takes the trace's own rounds. bootstrap: resamples for the interval, 0 for none. seed: of the bootstrap
-    and of whatever acceptance is modelled. full_batch: also while whole batches decode, see Outcome.full_batch; the
-    first documents fill up the last batch there.
+    and of whatever acceptance is modelled. full_batch: also as if batches were kept full, see Outcome.full_batch;
+    the first documents fill up the last batch there.
     Raises UserError when the split has no document.
     """
     record = trace if isinstance(trace, Record) else read_record(trace)
@@ -108,24 +108,23 @@ def _documents(record: Record, split: str | None) -> Documents:
 
 
 def _frame(record: Record, costs: CostModel, split: str | None, batch: int, *, full: bool = False) -> Frame:
-    """full: all batches are whole, and plain decoding of one ends with the first of it to end."""
+    """full: all batches are whole, and plain decoding is as if they were kept full."""
     documents = _documents(record, split)
     if full:
         documents = documents.filling(batch)
     units = Units.of(len(documents), batch)
     parts = [slice(f, f + n) for f, n in zip(units.first, units.sizes, strict=True)]
-    end = documents.end
-    if full:
-        end = documents.start + np.repeat(np.minimum.reduceat(end - documents.start, units.first), units.sizes)
+    base: Floats | None = None
+    base_tokens = int((documents.end - documents.start).sum())
     try:
-        base: Floats | None = np.array([plain_time_us(costs, documents.start[part], end[part]) for part in parts])
+        plain = [plain_time_us(costs, documents.start[part], documents.end[part], full=full) for part in parts]
+        base, base_tokens = np.array([us for us, _ in plain]), sum(tokens for _, tokens in plain)
     except CostRefusedError:
-        base = None
+        pass
     prompt_tokens = np.array([documents.start[part].max() for part in parts])
     output_tokens = np.array([round(float((documents.end - documents.start)[part].mean())) for part in parts])
     kv_bytes = float(record.trace.meta["model"]["kv_bytes_per_token"])
     rows = rows_for(costs, int((documents.end - documents.start).max()) + costs.recomputed_multiple)
-    base_tokens = int((end - documents.start).sum())
     return Frame(documents, units, base, base_tokens, kv_bytes, prompt_tokens, output_tokens, rows, record.fidelity)
 
 
@@ -158,7 +157,7 @@ def misplaced(policy: Policy, costs: CostModel) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """What all chunks of one replay share. priced: price tables, as far as needed. full: while whole batches decode."""
+    """What all chunks of one replay share. priced: price tables so far. full: as if batches were kept full."""
 
     record: Record
     costs: CostModel
@@ -203,7 +202,8 @@ class _Job:
         live = [i for i, outcome in enumerate(outcomes) if outcome.level != "refused"]
         if not live:
             return outcomes
-        own = [p for p, i in enumerate(live) if self.costs.own_rounds and self._was_recorded(policies[i])]
+        timed = self.costs.own_rounds and not self.full
+        own = [p for p, i in enumerate(live) if timed and self._was_recorded(policies[i])]
         found = tally(
             self.record,
             self.frame.documents,

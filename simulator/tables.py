@@ -17,7 +17,7 @@ from specdial.simulator.outcome import Outcome
 
 
 def print_outcomes(outcomes: Sequence[Outcome], title: str) -> None:
-    """One row a policy; refused ones say why below. Of batches, also the speedup while all of one decodes."""
+    """One row a policy; refused ones say why below. Of batches, also the speedup as if they were kept full."""
     batched = any(o.full_batch is not None for o in outcomes)
     table = Table(title=title, title_justify="left")
     table.add_column("policy", overflow="fold", min_width=26)

@@ -87,8 +87,8 @@ class Lossy:
     multiple: int
     emitted: Floats
 
-    def add(self, step: Step, shape: tuple[int, int], units: Units, batch: int) -> None:
-        """Count one round of every sequence."""
+    def add(self, step: Step, shape: tuple[int, int], units: Units, batch: int, *, shared: bool) -> None:
+        """Count one round of every sequence. shared: see `_by_unit`."""
         found = step.verified
         if found is None:
             return
@@ -100,9 +100,10 @@ class Lossy:
         self.emitted[...] += counts.reshape(self.emitted.shape)
         rows = units.largest(found.recomputed.reshape(shape)).reshape(-1)  # sequences that are done count too
         rows = -(-rows // self.multiple) * self.multiple
-        active, setting, _, context = _by_unit(step, shape, units, batch)
-        unit = np.flatnonzero(active & (rows > 0))
-        self.refreshes.add_rows(unit, setting[unit] // 2, rows[unit].astype(np.float64), context[unit], self.rows)
+        weight, setting, _, context = _by_unit(step, shape, units, batch, shared=shared)
+        unit = np.flatnonzero((weight > 0.0) & (rows > 0))
+        wide = rows[unit].astype(np.float64)
+        self.refreshes.add_rows(unit, setting[unit] // 2, wide, context[unit], self.rows, weight[unit])
 
 
 def tally(
@@ -121,7 +122,7 @@ def tally(
     """Simulate every policy to the end of every document. logged: places in `policies` whose rounds are kept.
 
     rows, multiple: bins of recomputed rows, and whole multiples of what are recomputed, where a policy is lossy.
-    full: count a batch's rounds only while all of it decodes.
+    full: as if batches were kept full: count rounds while half of a batch decodes, each by the share of it that does.
     """
     shape = (len(policies), len(documents))
     batch = int(units.sizes[0])
@@ -137,7 +138,7 @@ def tally(
     sums = {name: np.zeros(shape[0] * shape[1], np.int64) for name in ("rounds", "k", "accepted", "emitted")}
     missing = np.zeros(shape[0] * shape[1], np.bool_)
     dense = bool(record.complete.all())
-    held: list[tuple[Bools, Ints, Ints, Floats]] = []
+    held: list[tuple[Floats, Ints, Ints, Floats]] = []
     kept: dict[int, list[tuple[Ints, ...]]] = {place: [] for place in logged}
     flush_after = max(FLUSH_ROUNDS // (shape[0] * len(units.first)), 1)
     for number, step in enumerate(rounds(record, documents, policies, arms, batch, full=full)):
@@ -147,9 +148,9 @@ def tally(
         sums["emitted"] += step.emitted
         if not dense:
             missing |= step.missing
-        held.append(_by_unit(step, shape, units, batch))
+        held.append(_by_unit(step, shape, units, batch, shared=full))
         if lossy is not None:
-            lossy.add(step, shape, units, batch)
+            lossy.add(step, shape, units, batch, shared=full)
         if len(held) >= flush_after:
             _flush(held, bins)
         for place, log in kept.items():
@@ -168,25 +169,33 @@ def tally(
     )
 
 
-def _by_unit(step: Step, shape: tuple[int, int], units: Units, batch: int) -> tuple[Bools, Ints, Ints, Floats]:
-    """(active, setting of bins, k, context) of each batch's round, [policies * units]."""
+def _by_unit(
+    step: Step, shape: tuple[int, int], units: Units, batch: int, *, shared: bool
+) -> tuple[Floats, Ints, Ints, Floats]:
+    """(weight, setting of bins, k, context) of each batch's round, [policies * units].
+
+    weight: 0 where all of a batch is done, else 1, or if shared the share of it that decodes.
+    """
     setting = step.variant if step.verified is None else 2 * step.variant + step.verified.partial
     if batch == 1:
-        return step.active, setting, step.k, step.context_tokens.astype(np.float64)
-    active = np.logical_or.reduceat(step.active.reshape(shape), units.first, axis=1)
+        return step.active.astype(np.float64), setting, step.k, step.context_tokens.astype(np.float64)
+    weight = units.mean(step.active.reshape(shape).astype(np.int64))
+    if not shared:
+        weight = np.ceil(weight)
     variant = setting.reshape(shape)[:, units.first]
     k = units.largest(step.k.reshape(shape))
     context = units.mean(step.context_tokens.reshape(shape))
-    return active.reshape(-1), variant.reshape(-1), k.reshape(-1), context.reshape(-1)
+    return weight.reshape(-1), variant.reshape(-1), k.reshape(-1), context.reshape(-1)
 
 
-def _flush(held: list[tuple[Bools, Ints, Ints, Floats]], bins: Bins) -> None:
+def _flush(held: list[tuple[Floats, Ints, Ints, Floats]], bins: Bins) -> None:
     if not held:
         return
-    active = np.concatenate([h[0] for h in held])
+    weight = np.concatenate([h[0] for h in held])
+    active = weight > 0.0
     unit = np.tile(np.arange(len(held[0][0])), len(held))
     variant, k, context = (np.concatenate([h[i] for h in held])[active] for i in (1, 2, 3))
-    bins.add(unit[active], variant, k, context)
+    bins.add(unit[active], variant, k, context, weight[active])
     held.clear()
 
 

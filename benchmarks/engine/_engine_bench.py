@@ -26,7 +26,7 @@ from specdial.engine.history import History
 from specdial.engine.job import backend_for
 from specdial.engine.loop import Decoding
 from specdial.engine.models import Decoder
-from specdial.engine.round import PARTS, Round, while_full
+from specdial.engine.round import PARTS, Round
 from specdial.engine.sampling import Sampling
 from specdial.engine.sequences import ROW_MULTIPLE, Sequences
 from specdial.engine.weights.random_weights import RandomWeights
@@ -125,8 +125,8 @@ class Run:
 
     @property
     def full_tokens_per_s(self) -> float:
-        """While every sequence decodes: what a server that refills its batch would see."""
-        full = while_full(self.rounds, max(len(r.active) for r in self.rounds))
+        """While every sequence decodes."""
+        full = [r for r in self.rounds if r.active.all()]
         return sum(len(e) for r in full for e in r.emitted) / sum(r.spent_us for r in full) * 1e6
 
 

@@ -4,8 +4,8 @@ Protocol, fixed before any number is seen: every document is prefilled once; all
 state in every repeat, their order rotated, plain decode twice, since every speedup is measured by it; before the first
 document all run once to warm up, and a run that still had to capture a graph is repeated; a policy's time on a document
 is the median of its runs; speedup is the ratio of sums over documents, plain over policy. Its interval comes from
-resampling documents. Of batches the same is said of the rounds in which every sequence decodes (full_batch): a whole
-run ends with its slowest sequence, a server would refill the batch. Greedy lossless outputs are compared with the plain
+resampling documents. Of batches the same is said as if they were kept full (full_batch, see `kept_full`): a whole run
+ends with its slowest sequence, a server would refill the batch. Greedy lossless outputs are compared with the plain
 output token by token, unless acceptance is synthetic. What a lossy policy's output is worth is measured too, in a
 decoding of its own that is not timed (fidelity), and stands beside what was predicted of it. Lossy policies are ranked
 among themselves. Python's collector rests while rounds are timed (garbage).
@@ -25,7 +25,7 @@ from specdial.engine.batches import Batches
 from specdial.engine.fidelity import Fidelity, error_of, intervals, measure_fidelity, summary
 from specdial.engine.job import Job, ModelSettings, describe, hardware, history_spec, load_job
 from specdial.engine.progress import Bar, progress
-from specdial.engine.round import PARTS, Round, while_full
+from specdial.engine.round import PARTS, Round, kept_full
 from specdial.engine.sampling import Sampling
 from specdial.engine.sequences import Sequences
 from specdial.engine.verbs.validate_table import print_validation
@@ -66,7 +66,7 @@ class Settings:
 class Measured:
     """What one policy did. times_us: [groups][runs]; the rest sums over documents, of the last run.
 
-    full: the same of the rounds in which a whole `batch` decodes: [groups][runs] and sums. batch: of the largest group.
+    full: the same as if a batch was kept full: [groups][runs] and sums. batch: of the largest group.
     """
 
     policy: Policy
@@ -90,7 +90,7 @@ class Measured:
 
     @property
     def full_us_per_token(self) -> float:
-        """While a whole batch decodes."""
+        """As if batches were kept full."""
         return float(sum(np.median(t) for t in self.full_us) / self.full_tokens)
 
 
@@ -199,14 +199,10 @@ def _order(count: int, repeat: int) -> list[int]:
     return order
 
 
-def _spent_us(rounds: list[Round]) -> float:
-    return sum(r.spent_us for r in rounds)
-
-
 def _add(result: Measured, run: list[Round]) -> None:
     """Note a run of the last group."""
-    result.times_us[-1].append(_spent_us(run))
-    result.full_us[-1].append(_spent_us(while_full(run, result.batch)))
+    result.times_us[-1].append(sum(r.spent_us for r in run))
+    result.full_us[-1].append(sum(r.shared_us for r in kept_full(run, result.batch)))
     known = [] if result.longest is None else [result.longest]
     result.longest = max((*known, *run), key=lambda r: r.spent_us)
 
@@ -220,8 +216,8 @@ def _count(
     """reference: the plain outputs, where ours must equal them. Synthetic acceptance makes no text to compare."""
     result.rounds += sum(int(r.active.sum()) for r in rounds)
     result.tokens += sum(len(e) for r in rounds for e in r.emitted)
-    full = while_full(rounds, result.batch)
-    result.full_rounds += sum(len(r.active) for r in full)
+    full = kept_full(rounds, result.batch)
+    result.full_rounds += sum(int(r.active.sum()) for r in full)
     result.full_tokens += sum(len(e) for r in full for e in r.emitted)
     result.drafted += sum(int(r.k.sum()) for r in rounds)
     result.accepted += sum(int(r.accepted.sum()) for r in rounds)
@@ -272,7 +268,7 @@ def _parts(rows: list[dict[str, Any]], plain_us_per_token: float) -> dict[str, f
     """Where errors come from, None where nothing was predicted.
 
     Medians over drafting policies of how far off tokens a round were, and the speedup had those been known; and by how
-    much too slow plain decoding was predicted. Of batches while whole ones decode, where that was predicted.
+    much too slow plain decoding was predicted. Of batches as if they were kept full, where that was predicted.
     """
     tokens, costs, baselines = [], [], []
     for row in rows:

@@ -38,7 +38,7 @@ def _strayed(row: dict[str, Any]) -> tuple[str, str, str]:
 
 
 def _full_batch_text(row: dict[str, Any]) -> str:
-    """The measured speedup while whole batches decode, in brackets the predicted one."""
+    """The measured speedup of batches as if they were kept full, in brackets the predicted one."""
     predicted = (row["predicted"].get("full_batch") or {}).get("speedup")
     return f"{row['measured']['full_batch']['speedup']:.2f}x" + ("" if predicted is None else f" ({predicted:.2f}x)")
 

@@ -252,7 +252,7 @@ def test_validate_warms_up_before_it_times_and_times_no_run_that_captured(shared
 
 
 def test_validate_tells_full_batches_from_whole_runs(shared, tmp_path, monkeypatch, capsys):
-    """Batches of 2, 2 and 1: what whole ones took until the first of each ended, restated from their rounds."""
+    """Batches of 3, 3 and 1: of whole ones' rounds of three and of two, their shares, restated from the rounds."""
     runs, decode = {}, timed.decode
 
     def noted(sequences, policy, sampling, numbers, **more):
@@ -261,7 +261,7 @@ def test_validate_tells_full_batches_from_whole_runs(shared, tmp_path, monkeypat
         return rounds
 
     monkeypatch.setattr(timed, "decode", noted)
-    settings = {"workload": {**shared["workload"], "documents": 5}, "split": "all", "batch": 2}
+    settings = {"workload": {**shared["workload"], "documents": 7}, "split": "all", "batch": 3}
     expected = {"speedup": 2.0, "full_batch": {"speedup": 3.0, "tokens_per_round": 2.0, "us_per_token": 7.0}}
     settings["policies"] = [{**FIXED, "expected": expected}, {**RATE, "expected": {**expected, "speedup": 1.5}}]
     found = validate.run({**shared, **settings, "repeats": 1, "bootstrap": 10, "out": str(tmp_path / "v")})
@@ -269,24 +269,25 @@ def test_validate_tells_full_batches_from_whole_runs(shared, tmp_path, monkeypat
     for k_max, groups in runs.items():
         time_us = tokens = lanes = 0
         for number, group in groups.items():
-            warm = group[1:] if number in (0, 4) else group  # new sequences run once before they are timed
-            full = [[r for r in rounds if r.active.sum() == 2] for rounds in warm]
-            spent_us = [r.draft_us + r.verify_us + r.select_us + r.host_us for rounds in full for r in rounds]
-            time_us += sum(spent_us) / len(full)
+            warm = group[1:] if number in (0, 6) else group  # new sequences run once before they are timed
+            full = [[r for r in rounds if r.active.sum() > 1] for rounds in warm]
+            for r in [r for rounds in full for r in rounds]:
+                spent_us = r.draft_us + r.verify_us + r.select_us + r.host_us
+                time_us += spent_us * int(r.active.sum()) / 3 / len(full)
             tokens += sum(len(e) for r in full[-1] for e in r.emitted)
-            lanes += sum(len(r.active) for r in full[-1])
+            lanes += sum(int(r.active.sum()) for r in full[-1])
         us_per_token[k_max] = time_us / tokens
         for row in found["policies"]:
             if row["k_max"] == k_max:
                 m = row["measured"]["full_batch"]
                 assert (m["tokens"], m["tokens_per_round"]) == (tokens, pytest.approx(tokens / lanes))
                 assert m["us_per_token"] == pytest.approx(us_per_token[k_max])
-                rounds = [r for n, group in groups.items() for run in group[n in (0, 4) :] for r in run]
+                rounds = [r for n, group in groups.items() for run in group[n in (0, 6) :] for r in run]
                 longest = max(rounds, key=lambda r: r.draft_us + r.verify_us + r.select_us + r.host_us)
                 parts = ("draft_us", "verify_us", "select_us", "host_us")
                 assert row["measured"]["longest_round"] == {part: getattr(longest, part) for part in parts}
     written = json.loads((tmp_path / "v" / "validation.json").read_text())
-    assert "5 documents: the last batch is of 1, not 2" in " ".join(capsys.readouterr().out.split())
+    assert "7 documents: the last batch is of 1, not 3" in " ".join(capsys.readouterr().out.split())
     assert written["plain_error_frac"] == pytest.approx(21.0 / us_per_token[0] - 1.0)
     tokens = [2.0 / row["measured"]["full_batch"]["tokens_per_round"] for row in written["policies"]]
     assert written["tokens_error_frac"] == pytest.approx(np.median(np.abs(np.array(tokens) - 1.0)))

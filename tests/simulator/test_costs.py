@@ -92,17 +92,23 @@ def test_leave_one_out_is_small_for_a_smooth_machine_and_large_for_a_noisy_one(c
     assert noisy.leave_one_out()["verify"]["median_frac"] > 2 * smooth["median_frac"]
 
 
-@given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 4), st.floats(100, 400)), min_size=1, max_size=50))
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 2), st.integers(0, 4), st.floats(100, 400), st.sampled_from([0.5, 1.0])),
+        min_size=1,
+        max_size=50,
+    )
+)
 def test_bins_price_rounds_as_interpolation_would(found):
     knots = np.array([100.0, 150.0, 400.0])
     bins = Bins.empty(3, 1, 4, knots)
-    unit, k, context = (np.array(column) for column in zip(*found, strict=True))
-    bins.add(unit, np.zeros(len(unit), np.int64), k, context)
+    unit, k, context, weight = (np.array(column) for column in zip(*found, strict=True))
+    bins.add(unit, np.zeros(len(unit), np.int64), k, context, weight)
     table = np.random.default_rng(0).random((5, 3))
     by_bins = np.einsum("uskc,kc->u", bins.counts, table)
     singly = np.zeros(3)
-    for u, ki, c in found:
-        singly[u] += np.interp(c, knots, table[ki])
+    for u, ki, c, w in found:
+        singly[u] += w * np.interp(c, knots, table[ki])
     assert by_bins == pytest.approx(singly)
 
 

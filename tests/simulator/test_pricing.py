@@ -112,23 +112,34 @@ def test_tables_are_made_where_costs_were_measured_and_at_the_ends():
 def test_plain_time_is_every_step_at_the_mean_context_until_the_last_member_ends():
     start, end = np.array([90, 110]), np.array([93, 115])
     contexts = [(min(90 + step, 93) + min(110 + step, 115)) / 2 for step in range(5)]
-    assert plain_time_us(Made(), start, end) == pytest.approx(sum(price("plain", c, 2, 0, 0) for c in contexts))
+    prices = [price("plain", c, 2, 0, 0) for c in contexts]
+    assert plain_time_us(Made(), start, end) == (pytest.approx(sum(prices)), 8)
+    kept_full = sum(prices[:3]) + 0.5 * sum(prices[3:])
+    assert plain_time_us(Made(), start, end, full=True) == (pytest.approx(kept_full), 8)
+    start, end = np.append(start, 100), np.append(end, 101)  # two of three, then one
+    contexts = [(min(90 + step, 93) + min(110 + step, 115) + min(100 + step, 101)) / 3 for step in range(3)]
+    prices = [price("plain", c, 3, 0, 0) for c in contexts]
+    assert plain_time_us(Made(), start, end, full=True) == (pytest.approx(prices[0] + sum(prices[1:]) * 2 / 3), 7)
+    start, end = start[:2], end[:2]
     curved = SimpleNamespace(at=lambda op, c, batch: (c * c * batch, False), contexts=lambda: [50.0, 102.0, 300.0])
     knots = np.array([100.0, 102.0, 103.5])
     wanted = np.interp([100.0, 101.0, 102.0, 103.0, 103.5], knots, 2 * knots**2)
-    assert plain_time_us(curved, start, end) == pytest.approx(wanted.sum())
+    assert plain_time_us(curved, start, end) == (pytest.approx(wanted.sum()), 8)
 
 
 def test_corrections_are_counted_between_the_neighbouring_rows_and_contexts():
     grid, rows = np.array([0.0, 4.0, 8.0]), np.array([3.0, 8.0, 4.0])
     bins = Bins.empty(2, 3, len(grid) - 1, KNOTS)
     where = np.array([1, 0, 1]), np.array([2, 1, 2])
-    bins.add_rows(*where, rows, np.array([150.0, 100.0, 300.0]), grid)
+    bins.add_rows(*where, rows, np.array([150.0, 100.0, 300.0]), grid, np.ones(3))
     assert bins.counts[1, 2].tolist() == [[0.1875, 0.0625], [0.5625, 1.1875], [0.0, 0.0]]
     assert bins.counts[0, 1].tolist() == [[0.0, 0.0], [0.0, 0.0], [1.0, 0.0]]
     assert bins.counts.sum() == 3.0
+    half = Bins.empty(2, 3, len(grid) - 1, KNOTS)
+    half.add_rows(*where, rows, np.array([150.0, 100.0, 300.0]), grid, np.full(3, 0.5))
+    assert half.counts.tolist() == (bins.counts / 2).tolist()
     one = Bins.empty(1, 1, 2, KNOTS[:1])
-    one.add(np.zeros(2, np.int64), np.zeros(2, np.int64), np.array([2, 2]), np.array([100.0, 100.0]))
+    one.add(np.zeros(2, np.int64), np.zeros(2, np.int64), np.array([2, 2]), np.array([100.0, 100.0]), np.ones(2))
     one.add(np.zeros(1, np.int64), np.zeros(1, np.int64), np.array([1]), np.array([100.0]), np.array([0.25]))
     assert one.counts[0, 0].tolist() == [[0.0], [0.25], [2.0]]
 
