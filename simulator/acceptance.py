@@ -72,11 +72,10 @@ class RateFit:
 
 def judged_drafts(record: Record, split: str | None = None, arms: Sequence[int] | None = None) -> Judged:
     """The judged drafts of some arms (all when None) and of one split (all when None)."""
-    documents, width = record.documents, max(len(record.arms), 1)
-    chosen = np.repeat(documents.split == split if split else documents.doc >= 0, documents.end - documents.start)
+    width = max(len(record.arms), 1)
     features, labels = [], []
     for arm in range(len(record.arms)) if arms is None else arms:
-        cells = np.flatnonzero(chosen) * width + arm
+        cells = record.documents.rows(split) * width + arm
         depth = np.arange(record.k_max)[:, None]
         reached = (depth <= record.run[cells]) & (depth < record.depths[cells])  # [K, rows]
         budget = float(record.budget(arm))

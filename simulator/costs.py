@@ -14,6 +14,7 @@ from specdial.engine.trace.reader import CostTable, Trace
 from specdial.engine.trace.schema import FULL, OPS, PARTIAL, PLAIN
 from specdial.engine.trace.sources import policy_source
 from specdial.policies.schema import Policy, policy_from_mapping
+from specdial.simulator.lanes import longest_k
 from specdial.simulator.measured import BATCH, CONTEXT, CostRefusedError, K, Measured, leave_one_out
 from specdial.simulator.physics import AXES, fit_physics
 
@@ -65,7 +66,7 @@ class CostModel:
 
     @classmethod
     def from_rounds(cls, trace: Trace) -> "CostModel":
-        """Costs as the trace's own rounds took them: medians by (mode, batch, k), constant over the recorded contexts.
+        """Costs as the trace's own rounds took them: medians by (mode, batch, longest k), constant over its contexts.
 
         They cover the recorded policy's drafter and budget and, without plain rounds, no baseline. A budget that is a
         fraction of the prompt is taken at the mean prompt. Of rounds that verify partially no moment tells the choice
@@ -82,6 +83,7 @@ class CostModel:
         policy = policy_from_mapping(dict(trace.meta["policy"]), "meta.json policy")
         prompt_tokens = round(float(np.mean([d["prompt_tokens"] for d in trace.meta["documents"]])))
         budget = float(policy.draft_kv.resolved(prompt_tokens).budget if policy.drafter.reads_selection else 0)
+        rounds["k"] = longest_k(trace).astype(np.float64)
         if _captured(trace.meta) and not policy.cells and policy.drafts_whole:
             rounds["k"] = np.where(plain, 0.0, float(policy.k_max))
         source, keys = _recorded_source(policy)

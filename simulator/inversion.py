@@ -85,10 +85,8 @@ def verify_ratio(outcome: Outcome) -> float | None:
 
 def tail_acceptance(record: Record, arm: int, split: str | None = None) -> Floats:
     """[K] share of positions at which draft k = 1..K would be accepted, among those where it was recorded."""
-    documents = record.documents
-    chosen = np.repeat(documents.split == split if split else documents.doc >= 0, documents.end - documents.start)
-    width = len(record.arms)
-    run, depths = record.run[arm::width][chosen], record.depths[arm::width][chosen]
+    cells = record.documents.rows(split) * len(record.arms) + arm
+    run, depths = record.run[cells], record.depths[cells]
     ks = np.arange(1, record.k_max + 1)[:, None]
     return np.asarray((run >= ks).sum(axis=1) / np.maximum((depths >= ks).sum(axis=1), 1))
 

@@ -43,6 +43,12 @@ class Documents:
     def take(self, index: Ints) -> "Documents":
         return Documents(*(getattr(self, name)[index] for name in self.__slots__))
 
+    def rows(self, split: str | None = None) -> Ints:
+        """Rows of all documents, or of those in a split; of one that is there twice, once."""
+        chosen = np.flatnonzero(self.split == split if split else self.doc >= 0)
+        parts = [np.arange(self.offset[i], self.offset[i] + self.end[i] - self.start[i]) for i in chosen]
+        return np.unique(np.concatenate([np.zeros(0, np.int64), *parts]))
+
     def filling(self, batch: int) -> "Documents":
         """The same in whole batches, the first ones again in what is left of the last."""
         return self.take(np.arange(-(-len(self) // batch) * batch) % len(self))
@@ -117,6 +123,23 @@ def read_documents(trace: Trace) -> Documents:
         requested_end=np.maximum(np.array(requested_, np.int64), np.array(end_, np.int64)),
         offset=np.concatenate([[0], np.cumsum(length)[:-1]]).astype(np.int64),
     )
+
+
+def longest_k(trace: Trace) -> Ints:
+    """[rounds] the longest draft of the batch that each round was part of: its times are the batch's.
+
+    Of imported logs, which do not say what decoded together, each round's own k.
+    """
+    k = trace.rounds["k"].to_numpy().astype(np.int64)
+    batch = int(trace.meta.get("batch", 1))
+    if batch == 1 or "imported" in trace.meta or not len(k):
+        return k
+    group = {int(entry["doc"]): i // batch for i, entry in enumerate(trace.meta["documents"])}
+    mine = np.array([group[doc] for doc in trace.rounds["doc"].to_pylist()])
+    _, place = np.unique(np.stack([mine, trace.rounds["round"].to_numpy()]), axis=1, return_inverse=True)
+    longest = np.zeros(len(k), np.int64)
+    np.maximum.at(longest, place, k)
+    return longest[place]
 
 
 def read_record(trace: Trace) -> Record:

@@ -18,7 +18,7 @@ from specdial.policies.fields import parse, setting
 from specdial.policies.file import policy_digest
 from specdial.policies.schema import MOST_KEYS, Policy
 from specdial.simulator.costs import CostModel
-from specdial.simulator.lanes import Record
+from specdial.simulator.lanes import Record, longest_k
 from specdial.simulator.pricing import Setting, knots_for, tabulate
 from specdial.simulator.replay import replay_rounds
 
@@ -110,18 +110,23 @@ def tuned_on(record: Record, costs: CostModel, policy: Policy, split: str | None
 
 
 def count_documents(trace: Trace, k_max: int, expected: TunedOn, docs: Ints | None = None) -> list[DocumentCounts]:
-    """Each document of a trace as its own rounds show it, in order of their numbers. docs: these alone."""
+    """Each document of a trace as its own rounds show it, in order of their numbers. docs: these alone.
+
+    Its time is its batch's, so the longest draft of that is priced; in a smaller last batch it is not compared.
+    """
     names = ("doc", "context_tokens", "k", "accepted", "draft_us", "verify_us", "select_us", "host_us")
     columns = {name: trace.rounds[name].to_numpy() for name in names}
     columns["partial"] = np.array(trace.rounds["mode"].to_pylist()) == PARTIAL
+    columns["longest_k"] = longest_k(trace)
+    columns["as_tuned"] = trace.rounds["batch"].to_numpy() == expected.batch
     if docs is not None:
         mine = np.isin(columns["doc"], docs)
         columns = {name: column[mine] for name, column in columns.items()}
     found = []
     for _, rows in _by_document(columns):
         took_us = rows["draft_us"] + rows["verify_us"] + rows["select_us"] + rows["host_us"]
-        wanted_us = expected.expected_us(rows["context_tokens"], rows["k"], rows["partial"])
-        priced = np.isfinite(wanted_us)
+        wanted_us = expected.expected_us(rows["context_tokens"], rows["longest_k"], rows["partial"])
+        priced = np.isfinite(wanted_us) & rows["as_tuned"]
         took, wanted = float(took_us[priced].sum()), float(wanted_us[priced].sum())
         found.append(_counts(rows, k_max, float(np.log(took / wanted)) if took > 0.0 and wanted > 0.0 else 0.0))
     return found

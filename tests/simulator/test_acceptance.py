@@ -17,6 +17,7 @@ from specdial.simulator.acceptance import (
     judged_drafts,
 )
 from specdial.simulator.check import check_acceptance
+from specdial.simulator.inversion import tail_acceptance
 from specdial.simulator.lanes import read_record
 from specdial.simulator.mixing import upper_share, with_budgets
 from specdial.simulator.synthetic import Shape, write_trace
@@ -196,3 +197,23 @@ def test_the_rate_starts_within_what_a_policy_may_say(record, monkeypatch, fitte
     monkeypatch.setattr(acceptance, "_logistic", lambda x, label: np.array(fitted))
     found = fit_rate(record, 0)
     assert (found.bias, found.slope) == (bias, slope)
+
+
+def test_judged_drafts_of_some_documents_are_theirs_and_of_repeated_ones_counted_once(record):
+    width, last = len(record.arms), len(record.documents) - 1
+
+    def of(*places):
+        some = dataclasses.replace(record, documents=record.documents.take(np.array(places)))
+        return judged_drafts(some, arms=[1]), tail_acceptance(some, 1)
+
+    found, tail = of(last)
+    start = int(record.documents.offset[last])
+    cells = np.arange(start, start + int(record.documents.end[last] - record.documents.start[last])) * width + 1
+    depth = np.arange(record.k_max)[:, None]
+    reached = (depth <= record.run[cells]) & (depth < record.depths[cells])
+    assert found.features[:, 1].tolist() == record.signals["entropy_nats"][:, cells][reached].tolist()
+    assert tail[0] == (record.run[cells] >= 1).mean()
+    both, twice = of(0, last), of(last, 0, last)
+    assert len(both[0].label) == len(found.label) + len(of(0)[0].label)
+    assert both[0].features.tolist() == twice[0].features.tolist()
+    assert both[1].tolist() == twice[1].tolist()

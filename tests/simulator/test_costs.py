@@ -224,3 +224,16 @@ def test_each_price_asks_for_its_own_place():
     places = [(3, 0, 0), (1, 0, 0), (3, 5, 2), (3, 5, 0), (3, 0, 2), (3, 5, 0), (3, 0, 2), (3, 0, 0)]
     assert [float(us) for us in found] == [float(np.array([*place, 7]) @ weights) for place in places]
     assert model.at("draft", 7, 3)[0] == 7e9 + 3
+
+
+def test_costs_of_a_traces_own_batches_go_by_their_longest_drafts():
+    rows = [(0, 0, 1, 30.0), (0, 1, 2, 20.0), (1, 0, 3, 30.0), (1, 1, 0, 20.0)]  # doc, round, k, draft_us
+    doc, number, k, draft_us = (list(column) for column in zip(*rows))
+    times = {"context_tokens": [100.0] * 4, **dict.fromkeys(("verify_us", "select_us", "host_us"), [5.0] * 4)}
+    others = {"mode": ["full"] * 4, "batch": [2] * 4, "exposed_us": pa.nulls(4, pa.float64())}
+    table = pa.table({"doc": doc, "round": number, "k": k, "draft_us": draft_us, **times, **others})
+    meta = {"policy": {"controller": {"kind": "rate", "k_max": 4}}, "batch": 2}
+    meta["documents"] = [{"doc": i, "prompt_tokens": 100} for i in range(2)]
+    drafts = CostModel.from_rounds(SimpleNamespace(path="t", meta=meta, rounds=table)).measured["draft"]
+    assert drafts.points[:, 2].tolist() == [2.0, 3.0]
+    assert drafts.values_us.tolist() == [10.0, 10.0]

@@ -3,8 +3,10 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,10 +18,10 @@ from specdial.policies.fields import to_plain
 from specdial.policies.file import load_policy, policy_digest, save_policy, short_digest
 from specdial.policies.schema import policy_from_mapping
 from specdial.simulator.drift import acceptance_scores, cost_scores, judge, jumper
-from specdial.simulator.lanes import read_record
+from specdial.simulator.lanes import longest_k, read_record
 from specdial.simulator.replay import replay_rounds
 from specdial.simulator.synthetic import Shape, synthetic_meta, write_synthetic_costs, write_trace
-from specdial.simulator.tuned_on import MOST_DOCUMENTS, DocumentCounts, TunedOn, count_documents, thinned
+from specdial.simulator.tuned_on import MOST_DOCUMENTS, DocumentCounts, RoundCost, TunedOn, count_documents, thinned
 from specdial.simulator.verbs import drift
 
 K = 4
@@ -191,3 +193,19 @@ def test_what_cannot_be_compared_is_refused(stamped, tmp_path, change, says):
     with pytest.raises(UserError) as caught:
         drift.run({"policy": str(tmp_path / "p.yaml"), "trace": str(tmp_path / "live")})
     assert says in str(caught.value)
+
+
+def test_a_round_s_time_is_held_against_its_batch_s_longest_draft():
+    """Two documents decoded together and a third alone, whose time nothing tuned says."""
+    rows = [(3, 0, 2, 1), (3, 1, 2, 4), (5, 0, 2, 3), (5, 1, 2, 0), (6, 0, 1, 2)]  # doc, round, batch, k
+    doc, number, batch, k = (list(column) for column in zip(*rows))
+    part = {"context_tokens": [500] * 5, "accepted": [0] * 5, "mode": ["full"] * 5}
+    times = {"draft_us": [30.0, 40.0, 30.0, 40.0, 99.0], **dict.fromkeys(("verify_us", "select_us", "host_us"), [2.0] * 5)}
+    table = pa.table({"doc": doc, "round": number, "batch": batch, "k": k, **part, **times})
+    meta = {"batch": 2, "documents": [{"doc": 3}, {"doc": 5}, {"doc": 6}]}
+    trace = SimpleNamespace(meta=meta, rounds=table)
+    assert longest_k(trace).tolist() == [3, 4, 3, 4, 2]
+    assert longest_k(SimpleNamespace(meta={**meta, "imported": {}}, rounds=table)).tolist() == k
+    costs = tuple(RoundCost(500, drafts, 10.0 * drafts + 6.0) for drafts in range(5))
+    found = count_documents(trace, 4, TunedOn(1, (), costs, batch=2))
+    assert [d.excess_log for d in found] == [pytest.approx(0.0), pytest.approx(0.0), 0.0]
