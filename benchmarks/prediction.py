@@ -10,10 +10,10 @@ recording cannot draft so. --small: SmolLM2 on a CPU. --traces: leaves small tra
 this script, never written. --work: keeps every cell's files, and goes on with what is there; --until record stops after
 the records, which time nothing that a prediction uses, so that other work may run beside them.
 
-What separates held-out from in-sample errors is chance: tokens a round scatter, also between documents (docs/method.md).
-So --small measures many short documents once rather than few of them often, six documents a validation (--part), the
-policies' order moving on from one to the next. --out holds what is known after each; after --minutes none is begun, so
-when to stop is the clock's choice alone.
+What separates held-out from in-sample errors is chance: tokens a round scatter, also between documents. So --small
+measures many short documents once rather than few of them often, six documents a validation (--part), the policies'
+order moving on from one to the next. --out holds what is known after each; after --minutes none is begun, so when to
+stop is the clock's choice alone.
 
     python3 benchmarks/prediction.py --model FILE.gguf --prompts prompts.npz --workloads code --out RESULTS.json
     python3 benchmarks/prediction.py --small --out benchmarks/results/prediction.json

@@ -71,13 +71,12 @@ def merged(parts):
         return parts[0]["policies"]
     by_part = [{r["policy_digest"]: r for r in part["policies"]} for part in parts]
     plain = [next(r for r in part["policies"] if r["k_max"] == 0)["measured"] for part in parts]
-    base_us = np.array([m["us_per_token"] * m["tokens"] for m in plain])  # [parts]
     draws = np.random.default_rng(0).integers(0, len(parts), (1000, len(parts)))
+    base_us = _drawn_us(plain, draws)
     rows = []
     for digest, row in by_part[0].items():
         found = [part[digest]["measured"] for part in by_part]
-        time_us = np.array([m["us_per_token"] * m["tokens"] for m in found])
-        low, high = np.percentile(base_us[draws].sum(axis=1) / time_us[draws].sum(axis=1), [2.5, 97.5])
+        low, high = np.percentile(base_us / _drawn_us(found, draws), [2.5, 97.5])
         total = {
             **summed(found, plain),
             "low": float(low),
@@ -89,6 +88,13 @@ def merged(parts):
             total["full_batch"] = summed(*([m["full_batch"] for m in measured] for measured in (found, plain)))
         rows.append({**row, "measured": total})
     return rows
+
+
+def _drawn_us(found, draws):
+    """us a token of what was measured in several parts, for draws [resamples, parts] of them."""
+    tokens = np.array([m["tokens"] for m in found])
+    time_us = np.array([m["us_per_token"] for m in found]) * tokens
+    return time_us[draws].sum(axis=1) / tokens[draws].sum(axis=1)
 
 
 def summed(found, plain):

@@ -3,6 +3,7 @@
 Every step is the verb's own `run`. Leaves out searching and measuring.
 """
 
+import itertools
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -56,8 +57,10 @@ class Cell:
     def groups(self, batch, context=None):
         """Test documents that decode together: whole batches. Raises UserError where there are none."""
         test = [d for d in self.of("test") if context in (None, len(d.prompt_ids))]
-        if len(test) < batch:
-            raise UserError(f"batch {batch} of {len(test)} test documents", "ask for more documents or smaller batches")
+        train = [d for d in self.of("train") if context in (None, len(d.prompt_ids))]
+        if len(test) < batch or len(train) % batch:
+            cause = f"batch {batch} of {len(train)} train and {len(test)} test documents"
+            raise UserError(cause, "ask for multiples of it or for smaller batches")
         return [test[i : i + batch] for i in range(0, len(test) - batch + 1, batch)]
 
 
@@ -73,7 +76,12 @@ def record_dense(cell, splits, clock):
 
 
 def time_rounds(cell, contexts, batches, clock):
-    """Calibrate at these contexts and at where their documents end, on the first train document and its output."""
+    """Calibrate at these contexts and at where their documents end, on the first train document and its output.
+
+    Raises UserError where no whole batches can be made.
+    """
+    for context, batch in itertools.product(contexts, batches):
+        cell.groups(batch, context)
     ends = [context + more for context in sorted(contexts) for more in (0, cell.a.new_tokens)]
     ranges = {
         "contexts": ends,

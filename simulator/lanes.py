@@ -139,7 +139,7 @@ def longest_k(trace: Trace) -> Ints:
     _, place = np.unique(np.stack([mine, trace.rounds["round"].to_numpy()]), axis=1, return_inverse=True)
     longest = np.zeros(len(k), np.int64)
     np.maximum.at(longest, place, k)
-    return longest[place]
+    return np.asarray(longest[place])
 
 
 def read_record(trace: Trace) -> Record:

@@ -103,9 +103,10 @@ class Bench:
     def _configurations(self, repeat: int) -> Iterator[tuple[int, int]]:
         """Every k once, budgets and order rotating with the repeat."""
         ks, budgets = self.settings.ks, self.plans[0].budgets
+        drafting = [k for k in ks if k]
         for i in range(len(ks)):
-            at = (i + repeat) % len(ks)
-            yield ks[at], budgets[(at + repeat) % len(budgets)]
+            k = ks[(i + repeat) % len(ks)]
+            yield k, budgets[(drafting.index(k) + repeat) % len(budgets) if k else 0]
 
     def _accepted(self, policy: Policy, k: int) -> tuple[float, ...]:
         return self.settings.acceptance.of(policy) if k else ()

@@ -88,6 +88,11 @@ def plans_of(s: Settings) -> list[list[Plan]]:
     """
     if not (s.contexts and s.batches and s.ks and s.budgets):
         raise UserError("contexts, batches, ks and budgets must not be empty", "name at least one value of each")
+    drafting = len({k for k in s.ks if k})
+    if drafting and len(s.budgets) > drafting + s.repeats - 1:  # they take turns over k and repeats
+        timed = drafting + s.repeats - 1
+        cause = f"{s.repeats} repeats with draft lengths {list(s.ks)} time {timed} of {len(s.budgets)} budgets"
+        raise UserError(cause, f"set repeats={len(s.budgets) - drafting + 1} or name fewer budgets")
     labels = [drafter.label for drafter in s.drafters]
     repeated = next((label for label in labels if labels.count(label) > 1), None)
     if not labels or repeated:

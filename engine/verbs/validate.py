@@ -55,7 +55,7 @@ class Settings:
     split: str = "test"
     batch: int = setting(1, low=1, high=1024)
     repeats: int = setting(3, low=1, high=100)
-    bootstrap: int = setting(1000, low=0, high=100_000)
+    bootstrap: int = setting(1000, low=1, high=100_000)
     seed: int = setting(0, low=0, high=(1 << 32) - 1)
     sampling: Sampling = field(default_factory=Sampling)
     acceptance: Acceptance = field(default=JUDGED, metadata={"later": True})
@@ -73,16 +73,20 @@ class Measured:
     batch: int
     synthetic: tuple[float, ...]  # see Acceptance.of
     times_us: list[list[float]] = field(default_factory=list)
+    group_tokens: list[int] = field(default_factory=list)  # of each group, of the last run
     full_us: list[list[float]] = field(default_factory=list)
     full_tokens: int = 0
     full_rounds: int = 0
     longest: Round | None = None  # of all that were timed
-    tokens: int = 0
     rounds: int = 0
     drafted: int = 0
     accepted: int = 0
     differing: int = 0  # sequences whose greedy output is not the plain one
     fidelity: list[Fidelity] = field(default_factory=list)  # of each document, where it was measured
+
+    @property
+    def tokens(self) -> int:
+        return sum(self.group_tokens)
 
     def document_us(self) -> np.ndarray:
         """Median time of each document group, [D]."""
@@ -215,7 +219,7 @@ def _count(
 ) -> None:
     """reference: the plain outputs, where ours must equal them. Synthetic acceptance makes no text to compare."""
     result.rounds += sum(int(r.active.sum()) for r in rounds)
-    result.tokens += sum(len(e) for r in rounds for e in r.emitted)
+    result.group_tokens.append(sum(len(e) for r in rounds for e in r.emitted))
     full = kept_full(rounds, result.batch)
     result.full_rounds += sum(int(r.active.sum()) for r in full)
     result.full_tokens += sum(len(e) for r in full for e in r.emitted)
@@ -228,8 +232,13 @@ def _count(
 def _row(policy: Policy, result: Measured, plain: Measured, s: Settings) -> dict[str, Any]:
     ours, theirs = result.document_us(), plain.document_us()
     speedup = float(theirs.sum() / ours.sum() * result.tokens / plain.tokens)
-    low, high = _interval(ours, theirs, s) if result is not plain else (1.0, 1.0)
+    low, high = _interval(result, plain, s) if result is not plain else (1.0, 1.0)
     expected = policy.expected or {}
+    told = {"batch": expected["batch"]} if "batch" in expected else {}
+    if expected.get("documents"):
+        told["documents"] = len(expected["documents"])
+    if told.get("batch", s.batch) != s.batch:  # nothing to compare with
+        expected = {}
     predicted = expected.get("speedup")
     strayed = (
         {**summary(result.fidelity), **intervals(result.fidelity, s.bootstrap, s.seed)} if result.fidelity else None
@@ -242,7 +251,7 @@ def _row(policy: Policy, result: Measured, plain: Measured, s: Settings) -> dict
         "controller": policy.controller.kind,
         "k_max": policy.k_max,
         "budget": policy.draft_kv.budget if policy.k_max else None,
-        "predicted": {k: expected[k] for k in shown if expected.get(k) is not None},
+        "predicted": {**{k: expected[k] for k in shown if expected.get(k) is not None}, **told},
         "measured": {
             "speedup": speedup,
             "low": low,
@@ -254,7 +263,7 @@ def _row(policy: Policy, result: Measured, plain: Measured, s: Settings) -> dict
             "k": result.drafted / result.rounds,
             "documents_differing_from_plain": None if result.synthetic else result.differing,
             **({"fidelity": strayed} if strayed else {}),
-            **({FULL_BATCH: _full_batch(result, plain)} if plain.full_rounds and s.batch > 1 else {}),
+            **({FULL_BATCH: _full_batch(result, plain)} if plain.batch == s.batch > 1 else {}),
             "repeat_spread_frac": float(max((max(t) - min(t)) / np.median(t) for t in result.times_us)),
             "longest_round": {f"{part}_us": getattr(result.longest, f"{part}_us") for part in PARTS},
             **said_of(result.synthetic),
@@ -299,12 +308,14 @@ def _full_batch(result: Measured, plain: Measured) -> dict[str, float]:
     }
 
 
-def _interval(ours: np.ndarray, theirs: np.ndarray, s: Settings) -> tuple[float, float]:
-    """95 % bootstrap interval over documents of the ratio of sums."""
-    random = np.random.default_rng(s.seed)
-    draws = random.integers(0, len(ours), (max(s.bootstrap, 1), len(ours)))
-    ratios = theirs[draws].sum(axis=1) / ours[draws].sum(axis=1)
-    return float(np.percentile(ratios, 2.5)), float(np.percentile(ratios, 97.5))
+def _interval(result: Measured, plain: Measured, s: Settings) -> tuple[float, float]:
+    """95 % bootstrap interval over groups of documents of the speedup, a ratio of sums."""
+    random, groups = np.random.default_rng(s.seed), len(result.times_us)
+    draws = random.integers(0, groups, (s.bootstrap, groups))
+    ours, theirs = (
+        r.document_us()[draws].sum(axis=1) / np.array(r.group_tokens)[draws].sum(axis=1) for r in (result, plain)
+    )
+    return float(np.percentile(theirs / ours, 2.5)), float(np.percentile(theirs / ours, 97.5))
 
 
 def _ranking(rows: list[dict[str, Any]], of: str | None = None) -> dict[str, Any]:

@@ -98,3 +98,10 @@ def print_validation(out: Path, job: Job, rows: list[dict[str, Any]], content: d
         console.print(f"plain decoding was predicted {off:+.1%}{doubt if abs(off) > COSTS_HOLD_FRAC else ''}")
     if odd := odd_batch(len(job.documents), content["batch"]):
         console.print(odd)
+    for row in rows:
+        told = row["predicted"].get("batch", content["batch"])
+        if told != content["batch"]:
+            console.print(f"{row['name']} was predicted for batch {told}, not {content['batch']}: not compared")
+    for count in sorted({row["predicted"].get("documents", 0) for row in rows}):
+        if odd := odd_batch(count, content["batch"]):
+            console.print(f"predicted from {odd}")

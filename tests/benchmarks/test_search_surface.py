@@ -38,7 +38,7 @@ def test_every_cell_is_measured_on_its_own_test_documents(surface, tiny_checkpoi
     assert np.median(relative[..., 0], axis=2) == pytest.approx(1.0)
     assert (relative > 0).all()
     assert unlike == 0
-    with pytest.raises(UserError, match="batch 3 of 2 test documents"):
+    with pytest.raises(UserError, match="batch 3 of 2 train and 2 test documents"):
         cell.groups(3, 200)
 
 

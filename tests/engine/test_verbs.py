@@ -3,6 +3,7 @@
 import io
 import json
 from contextlib import redirect_stdout
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -301,6 +302,35 @@ def test_validate_tells_full_batches_from_whole_runs(shared, tmp_path, monkeypat
         errors.append(abs(3.0 / m["speedup"] - 1.0))
     assert written["full_batch_ranking"]["worst_error_frac"] == pytest.approx(max(errors))
     assert written["worst_error_frac"] != written["full_batch_ranking"]["worst_error_frac"]
+
+
+def test_validate_compares_no_prediction_for_another_batch_and_no_full_batch_that_there_was_not(
+    shared, tmp_path, capsys
+):
+    """Three documents at batch 4; of those predicted, seven, a last batch of three."""
+    full = {"speedup": 3.0, "tokens_per_round": 2.0, "us_per_token": 7.0}
+    expected = {"speedup": 2.0, "full_batch": full, "batch": 4, "documents": list(range(7))}
+    policies = [{**FIXED, "expected": expected}, {**RATE, "expected": {**expected, "batch": 2}}]
+    settings = {**shared, "policies": policies, "split": "all", "batch": 4, "repeats": 1, "bootstrap": 10}
+    found = validate.run({**settings, "out": str(tmp_path / "v")})
+    fixed, rate = found["policies"]
+    assert fixed["error_frac"] == pytest.approx(2.0 / fixed["measured"]["speedup"] - 1.0)
+    assert (rate["error_frac"], rate["predicted"]) == (None, {"batch": 2, "documents": 7})
+    assert "full_batch" not in fixed["measured"]
+    said = " ".join(capsys.readouterr().out.split())
+    assert "3 documents are less than a batch of 4" in said
+    assert "was predicted for batch 2, not 4: not compared" in said
+    assert "predicted from 7 documents: the last batch is of 3, not 4" in said
+
+
+def test_the_interval_is_of_the_speedup_where_outputs_differ_in_length():
+    policy = policy_from_mapping(FIXED)
+    plain = validate.Measured(policy, 1, (), times_us=[[8.0], [4.0]], group_tokens=[8, 4])
+    result = validate.Measured(policy, 1, (), times_us=[[2.0], [1.0]], group_tokens=[4, 2])
+    settings = SimpleNamespace(seed=0, bootstrap=50)
+    assert validate._interval(result, plain, settings) == (2.0, 2.0)
+    uneven = validate.Measured(policy, 1, (), times_us=[[2.0], [2.0]], group_tokens=[4, 2])
+    assert validate._interval(uneven, plain, settings) == (1.0, 2.0)
 
 
 def test_validate_sees_an_output_that_is_not_the_plain_one(shared, tmp_path, monkeypatch):

@@ -212,7 +212,7 @@ def test_judged_drafts_of_some_documents_are_theirs_and_of_repeated_ones_counted
     depth = np.arange(record.k_max)[:, None]
     reached = (depth <= record.run[cells]) & (depth < record.depths[cells])
     assert found.features[:, 1].tolist() == record.signals["entropy_nats"][:, cells][reached].tolist()
-    assert tail[0] == (record.run[cells] >= 1).mean()
+    assert tail[0] == (record.run[cells] >= 1).sum() / (record.depths[cells] >= 1).sum()
     both, twice = of(0, last), of(last, 0, last)
     assert len(both[0].label) == len(found.label) + len(of(0)[0].label)
     assert both[0].features.tolist() == twice[0].features.tolist()

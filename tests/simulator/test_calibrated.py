@@ -45,6 +45,12 @@ def test_what_is_timed_can_be_priced(settings):
     assert "drafters" not in table.meta["config"]  # as before there were others: an earlier run is found again
 
 
+def test_every_budget_is_timed_where_ks_and_repeats_suffice(settings):
+    calibrate.run({**settings, "ks": [0, 1, 2], "budgets": [40, 44, 48, 52]})
+    rows = read_costs(settings["out"]).rows.to_pylist()
+    assert {row["budget"] for row in rows if row["op"] == "draft"} == {40, 44, 48, 52}
+
+
 def test_a_controller_that_looks_at_signals_is_priced_by_rounds_that_waited_for_it(settings, monkeypatch):
     """As on a GPU, where rounds of others do not wait."""
     monkeypatch.setattr(Bench, "waits", True)
@@ -140,6 +146,7 @@ def test_verification_by_lookahead_is_timed_with_drafts_alone(settings, tiny_che
         ({"verify_kv": {"mode": "partial", "full_period": 3}}, "verify_kv.full_period is 3; leave it at 1"),
         ({"verify_kv": {"mode": "partial"}, "sources": ["attention"]}, "sources holds 'attention'; name some of"),
         ({"drafters": []}, "drafters is empty"),
+        ({"budgets": [40, 48, 56, 64]}, r"3 repeats with draft lengths \[0, 2\] time 3 of 4 budgets; set repeats=4"),
         ({"drafters": [{"kind": "lookup"}, {"kind": "lookup", "ngram": 5}]}, "drafters holds lookup twice"),
         ({"drafters": [{"kind": "none"}]}, r"drafters\[0\].kind is none"),
         ({"drafters": [{"kind": "lookup", "weights": "fp8"}]}, "drafter.weights is 'fp8', which drafter lookup"),

@@ -3,11 +3,13 @@
 import dataclasses
 import json
 
+import numpy as np
 import pytest
 
 from specdial.policies.errors import UserError
 from specdial.policies.file import save_policy
 from specdial.simulator.corrections import corrected, fit_corrections, read_corrections
+from specdial.simulator.lanes import read_record
 from specdial.simulator.replay import replay
 
 TRUE = {("sparse_self", "draft"): 1.6, ("sparse_self", "verify"): 0.8, ("none", "plain"): 1.1}
@@ -50,6 +52,31 @@ def test_one_measurement_moves_all_terms_together_and_nothing_moves_without_need
         sum_us = sum(us * factors["sparse_self", term] for term, us in terms.items())
         assert sum_us == pytest.approx(known[0].measured["us_per_token"], rel=share)
     assert factors["none", "plain"] == pytest.approx(1.0)
+
+
+def test_a_smaller_last_batch_is_not_blamed_on_costs(trace, costs, policy):
+    """Predicted of batches of 4 and 2, measured of 4 alone, by the same costs."""
+    policies = [policy("fixed", controller={"k": k}) for k in (1, 2, 4, 8)]
+    record = read_record(trace)
+    whole = dataclasses.replace(record, documents=record.documents.take(np.arange(4)))
+    expected, took = (replay(r, costs, policies, batch=4, bootstrap=0, full_batch=True) for r in (record, whole))
+    known = [
+        dataclasses.replace(p, expected=e.plain(), measured={**t.plain(), "k": e.k})
+        for p, e, t in zip(policies, expected, took, strict=True)
+    ]
+    factors = fit_corrections(known, took[0].baseline_us_per_token)
+    assert expected[0].baseline_us_per_token > 1.1 * took[0].baseline_us_per_token
+    assert factors["none", "plain"] == pytest.approx(1.0, abs=0.01)
+    assert factors["sparse_self", "verify"] == pytest.approx(1.0, abs=0.05)
+
+
+def test_predictions_for_another_batch_correct_nothing(trace, costs, policy, tmp_path):
+    known, _ = measured_policies(trace, costs, [policy("fixed")])
+    told = dataclasses.replace(known[0], expected={**known[0].expected, "batch": 4})
+    (tmp_path / "validation.json").write_text(json.dumps({"plain_us_per_token": 10.0, "batch": 1}))
+    save_policy(told, tmp_path / "policies" / "one.yaml")
+    with pytest.raises(UserError, match="no policy with a predicted time was measured"):
+        read_corrections(str(tmp_path))
 
 
 def test_what_is_no_validation_is_refused(tmp_path, policy):

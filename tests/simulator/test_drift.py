@@ -200,8 +200,9 @@ def test_a_round_s_time_is_held_against_its_batch_s_longest_draft():
     rows = [(3, 0, 2, 1), (3, 1, 2, 4), (5, 0, 2, 3), (5, 1, 2, 0), (6, 0, 1, 2)]  # doc, round, batch, k
     doc, number, batch, k = (list(column) for column in zip(*rows))
     part = {"context_tokens": [500] * 5, "accepted": [0] * 5, "mode": ["full"] * 5}
-    times = {"draft_us": [30.0, 40.0, 30.0, 40.0, 99.0], **dict.fromkeys(("verify_us", "select_us", "host_us"), [2.0] * 5)}
-    table = pa.table({"doc": doc, "round": number, "batch": batch, "k": k, **part, **times})
+    rest = dict.fromkeys(("verify_us", "select_us", "host_us"), [2.0] * 5)
+    drafted = {"k": k, "draft_us": [30.0, 40.0, 30.0, 40.0, 99.0]}
+    table = pa.table({"doc": doc, "round": number, "batch": batch, **drafted, **part, **rest})
     meta = {"batch": 2, "documents": [{"doc": 3}, {"doc": 5}, {"doc": 6}]}
     trace = SimpleNamespace(meta=meta, rounds=table)
     assert longest_k(trace).tolist() == [3, 4, 3, 4, 2]
