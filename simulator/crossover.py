@@ -65,7 +65,7 @@ def crossover_surface(
     bootstrap: int = 0,
     seed: int = 0,
 ) -> list[Corner]:
-    """One Corner per (context, batch) whose costs are known."""
+    """One Corner per (context, batch) where a fixed k is supported and its costs are known."""
     found = kept(record, split)
     corners = []
     for context in contexts:
@@ -79,15 +79,17 @@ def crossover_surface(
 
 
 def kept(record: Record, split: str | None = None) -> dict[tuple[int, int], Kept]:
-    """(arm, k) -> what a fixed k on that arm keeps."""
+    """(arm, k) -> what a fixed k on that arm keeps, of those that the record supports."""
     found: dict[tuple[int, int], Kept] = {}
     for arm in range(len(record.arms)):
-        policies = [_fixed(record, arm, k) for k in range(1, record.k_max + 1)]
-        for k, log in enumerate(replay_rounds(record, policies, split), start=1):
+        policies = {k: _fixed(record, arm, k) for k in range(1, record.k_max + 1)}
+        levels = {k: support(record, policy).level for k, policy in policies.items()}
+        ks = [k for k, level in levels.items() if level != "refused"]
+        for k, log in zip(ks, replay_rounds(record, [policies[k] for k in ks], split), strict=True):
             _, place = np.unique(log.doc, return_inverse=True)
             emitted = np.bincount(place, weights=log.emitted).astype(np.float64)
             rounds = np.bincount(place).astype(np.float64)
-            found[arm, k] = Kept(emitted, rounds, support(record, policies[k - 1]).level)
+            found[arm, k] = Kept(emitted, rounds, levels[k])
     return found
 
 
@@ -117,7 +119,7 @@ def _corner(
         setting = replace(Setting.of(policy, policy, context), whole_k=None)  # a price for each k, all of it drafted
         table = tabulate(costs, setting, batch, np.array([float(context)]))
         for k in range(1, record.k_max + 1):
-            if table.refused[k, 0]:
+            if (arm, k) not in found or table.refused[k, 0]:
                 continue
             priced += 1
             speedup = found[arm, k].tokens_per_round * plain_us / float(table.cost_us[:, k, 0].sum())

@@ -130,7 +130,7 @@ def longest_k(trace: Trace) -> Ints:
 
     Of imported logs, which do not say what decoded together, each round's own k.
     """
-    k = trace.rounds["k"].to_numpy().astype(np.int64)
+    k: Ints = trace.rounds["k"].to_numpy().astype(np.int64)
     batch = int(trace.meta.get("batch", 1))
     if batch == 1 or "imported" in trace.meta or not len(k):
         return k

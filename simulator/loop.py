@@ -97,7 +97,7 @@ def rounds(
         np.tile(column, len(policies))
         for column in (documents.start, documents.end, documents.requested_end, documents.offset)
     )
-    blocks = _blocks(record, policies, arms, count)
+    blocks = _blocks(policies, arms, count)
     cells = _Cells.of(policies, count, batch)
     model = None if record.log_luck is None else record.fidelity
     lossy = any(not policy.lossless for policy in policies)
@@ -151,7 +151,7 @@ def rounds(
             position = np.where(np.repeat(over, sizes, axis=1).reshape(-1), end, position)
 
 
-def _blocks(record: Record, policies: Sequence[Policy], arms: Sequence[Sequence[int]], count: int) -> list[Block]:
+def _blocks(policies: Sequence[Policy], arms: Sequence[Sequence[int]], count: int) -> list[Block]:
     """Group every (policy, variant) by controller kind; one kind without cells needs no index arrays."""
     members: dict[str, list[tuple[int, int]]] = {}
     variants = [policy.variants() for policy in policies]

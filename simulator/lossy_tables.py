@@ -5,17 +5,20 @@ from collections.abc import Sequence
 from rich.table import Table
 
 from specdial.policies.console import table_console
-from specdial.simulator.fidelity import Bounded, Fidelity, Model
+from specdial.simulator.fidelity import Bounded, Model
 from specdial.simulator.outcome import Outcome
+from specdial.simulator.tables import full_batch_text, has_full_batch, interval, number, print_odd_batches
 
 
 def print_lossy(outcomes: Sequence[Outcome], title: str) -> None:
     """One row a lossy policy, predicted fidelity beside its speed; refused ones say why below."""
+    batched = has_full_batch(outcomes)
     table = Table(title=title, title_justify="left")
     table.add_column("policy", overflow="fold", min_width=26)
     for name in ("lossless", "level"):
         table.add_column(name)
-    for name in ("speedup", "95 %", "tok/round", "us/token", "KL nats", "top-1", "attention", "partial"):
+    full = ("full batch",) if batched else ()
+    for name in ("speedup", "95 %", *full, "tok/round", "us/token", "KL nats", "top-1", "attention", "partial"):
         table.add_column(name, justify="right")
     for o in outcomes:
         found = o.fidelity
@@ -23,10 +26,11 @@ def print_lossy(outcomes: Sequence[Outcome], title: str) -> None:
             o.policy.name,
             "NO",
             o.level + ("*" if o.extrapolated_frac else ""),
-            _number(o.speedup, 3),
-            "-" if o.low is None or o.high is None else f"{o.low:.2f}-{o.high:.2f}",
-            _number(o.tokens_per_round, 2),
-            _number(o.us_per_token, 0),
+            number(o.speedup, 3),
+            interval(o.low, o.high),
+            *((full_batch_text(o),) if batched else ()),
+            number(o.tokens_per_round, 2),
+            number(o.us_per_token, 0),
             *(("-",) * 4 if found is None else (
                 _range(found.kl_nats, ".2g"), _range(found.top1_agreement, ".0%"), _range(found.arr, ".0%"),
                 f"{found.partial_frac:.0%}",
@@ -34,6 +38,7 @@ def print_lossy(outcomes: Sequence[Outcome], title: str) -> None:
         )  # fmt: skip
     console = table_console()
     console.print(table)
+    print_odd_batches(outcomes)
     for o in outcomes:
         notes = [f"{o.level}: {o.reason}"] if o.reason else []
         notes += [f"* {o.extrapolated_frac:.0%} of its time is extrapolated"] if o.extrapolated_frac else []
@@ -41,12 +46,6 @@ def print_lossy(outcomes: Sequence[Outcome], title: str) -> None:
             notes.append(f"{o.fidelity.extrapolated_frac:.0%} of its tokens are of rounds older than any probed")
         if notes:
             console.print(f"{o.policy.name}: {'; '.join(notes)}", highlight=False)
-
-
-def fidelity_text(found: Fidelity) -> str:
-    """A lossy policy's predicted fidelity in a line, for tables that hold lossless ones too."""
-    known = (("KL", found.kl_nats, ".2g"), ("top-1", found.top1_agreement, ".0%"), ("attention", found.arr, ".0%"))
-    return "predicted " + ", ".join(f"{name} {value.value:{form}}" for name, value, form in known if value is not None)
 
 
 def print_fidelity(model: Model) -> None:
@@ -64,10 +63,6 @@ def print_fidelity(model: Model) -> None:
             f"held-out document: {text}",
             highlight=False,
         )
-
-
-def _number(value: float | None, digits: int) -> str:
-    return "-" if value is None else f"{value:.{digits}f}"
 
 
 def _range(found: Bounded | None, form: str) -> str:

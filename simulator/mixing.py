@@ -51,7 +51,7 @@ def with_budgets(record: Record, wanted: Sequence[tuple[int, int, int]], seed: i
     names = list(record.arms)
     complete = list(record.complete)
     for low, high, budget in wanted:
-        share = upper_share(_budget(record, low), _budget(record, high), budget)
+        share = upper_share(record.budget(low), record.budget(high), budget)
         choice = np.concatenate([choice, np.where(uniform < share, high, low)[:, None]], axis=1)
         template = record.arms[low]
         names.append({**template, "arm": len(names), "draft_kv": {**template["draft_kv"], "budget": budget}})
@@ -74,7 +74,3 @@ def upper_share(low: int, high: int, budget: int) -> float:
     if not low <= budget <= high or low == high:
         raise ValueError(f"budget {budget} does not lie between {low} and {high}")
     return math.log(budget / low) / math.log(high / low)
-
-
-def _budget(record: Record, arm: int) -> int:
-    return record.budget(arm)

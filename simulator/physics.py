@@ -26,11 +26,6 @@ class Physics:
         """Time of each point, [n]."""
         return physical_terms(self.op, points) @ self.coefficients
 
-    def breakdown_us(self, point: Floats) -> dict[str, float]:
-        """The same time by named term, of one point [4]."""
-        parts = physical_terms(self.op, point[None, :])[0] * self.coefficients
-        return dict(zip(TERMS, parts.tolist(), strict=True))
-
 
 def physical_terms(op: str, points: Floats) -> Floats:
     """[n, 4] terms: 1, keys read by the batch, query rows, rows x keys.

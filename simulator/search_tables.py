@@ -6,6 +6,7 @@ from specdial.policies.console import table_console
 from specdial.simulator.outcome import Outcome
 from specdial.simulator.search import Found
 from specdial.simulator.surface import Surface
+from specdial.simulator.tables import print_odd_batches
 
 MOST_REASONS = 8
 
@@ -36,6 +37,7 @@ def print_test(test: dict[str, Outcome]) -> None:
         if o.speedup is not None
     ]
     console.print(f"on test documents: {', '.join(parts) or 'no prediction'}", highlight=False)
+    print_odd_batches(list(test.values()))
 
 
 def print_surface_cells(surface: Surface | None) -> None:

@@ -11,14 +11,14 @@ from specdial.simulator.check import AcceptanceCheck
 from specdial.simulator.choice import Choice
 from specdial.simulator.costs import CostModel
 from specdial.simulator.crossover import Corner
+from specdial.simulator.fidelity import Fidelity
 from specdial.simulator.inversion import Inversion
-from specdial.simulator.lossy_tables import fidelity_text
 from specdial.simulator.outcome import Outcome
 
 
 def print_outcomes(outcomes: Sequence[Outcome], title: str) -> None:
     """One row a policy; refused ones say why below. Of batches, also the speedup as if they were kept full."""
-    batched = any(o.full_batch is not None for o in outcomes)
+    batched = has_full_batch(outcomes)
     table = Table(title=title, title_justify="left")
     table.add_column("policy", overflow="fold", min_width=26)
     for name in ("lossless", "level"):
@@ -36,7 +36,7 @@ def print_outcomes(outcomes: Sequence[Outcome], title: str) -> None:
             o.level + ("*" if o.extrapolated_frac else ""),
             number(o.speedup, 3),
             interval(o.low, o.high),
-            *((number(None if o.full_batch is None else o.full_batch.speedup, 3),) if batched else ()),
+            *((full_batch_text(o),) if batched else ()),
             number(o.tokens_per_round, 2),
             number(o.alpha, 3),
             number(o.gamma, 3),
@@ -47,9 +47,7 @@ def print_outcomes(outcomes: Sequence[Outcome], title: str) -> None:
         )
     console = table_console()
     console.print(table)
-    odd = {odd_batch(len(o.documents), o.batch) for o in outcomes if o.documents} - {""}
-    for said in sorted(odd):
-        console.print(said)
+    print_odd_batches(outcomes)
     for o in outcomes:
         notes = [breakdown_text(o)] if o.breakdown and len(outcomes) <= 8 else []
         notes += [f"{o.level}: {o.reason}"] if o.reason else []
@@ -57,6 +55,13 @@ def print_outcomes(outcomes: Sequence[Outcome], title: str) -> None:
         notes += [fidelity_text(o.fidelity)] if o.fidelity is not None else []
         if notes:
             console.print(f"{o.policy.name}: {'; '.join(notes)}", highlight=False)
+
+
+def print_odd_batches(outcomes: Sequence[Outcome]) -> None:
+    """A line where documents do not make whole batches."""
+    odd = {odd_batch(len(o.documents), o.batch) for o in outcomes if o.documents} - {""}
+    for said in sorted(odd):
+        table_console().print(said)
 
 
 def print_inversion(rows: Sequence[Inversion]) -> None:
@@ -155,9 +160,26 @@ def print_acceptance(check: AcceptanceCheck) -> None:
     for left in check.left_out:
         console.print(
             f"budget {left.budget} modelled from its neighbours: {left.modelled:.2f} accepted, "
-            f"recorded {left.recorded:.2f} ({left.modelled / left.recorded - 1.0:+.1%})",
+            f"recorded {left.recorded:.2f}"
+            + (f" ({left.modelled / left.recorded - 1.0:+.1%})" if left.recorded else ""),
             highlight=False,
         )
+
+
+def has_full_batch(outcomes: Sequence[Outcome]) -> bool:
+    """Does a table of these have a column of speedups as if batches were kept full?"""
+    return any(o.full_batch is not None for o in outcomes)
+
+
+def full_batch_text(outcome: Outcome) -> str:
+    """The speedup as if batches were kept full, or a dash."""
+    return number(None if outcome.full_batch is None else outcome.full_batch.speedup, 3)
+
+
+def fidelity_text(found: Fidelity) -> str:
+    """A lossy policy's predicted fidelity in a line, for tables that hold lossless ones too."""
+    known = (("KL", found.kl_nats, ".2g"), ("top-1", found.top1_agreement, ".0%"), ("attention", found.arr, ".0%"))
+    return "predicted " + ", ".join(f"{name} {value.value:{form}}" for name, value, form in known if value is not None)
 
 
 def breakdown_text(outcome: Outcome) -> str:

@@ -69,12 +69,13 @@ def write_requests(out: Path, requests: Requests, about: About, most: int) -> di
     usable = [r for r in requests.found if r.new_tokens > 1]
     kept = [usable[i * len(usable) // most] for i in range(most)] if len(usable) > most else usable
     k_max = max((r.k for r in kept), default=0)
-    if k_max == 0:
+    steps = [_steps(r) for r in kept] if k_max else []
+    drafted, accepted = sum(sum(s.k) for s in steps), sum(sum(s.accepted) for s in steps)
+    if not drafted:
         raise UserError(
             f"{about.source} holds no speculative step ({requests.skipped} records have no counts)",
             "log a server that speculates and reports it",
         )
-    steps = [_steps(r) for r in kept]
     exact = all(s.sure for s in steps) and all(r.k == k_max for r in kept)
     policy = Policy(
         name=f"imported-k{k_max}",
@@ -88,7 +89,6 @@ def write_requests(out: Path, requests: Requests, about: About, most: int) -> di
     for doc, (request, rounds) in enumerate(zip(kept, steps, strict=True)):
         writer.write(doc, _tables(doc, request, rounds, about.batch))
     rounds_total = sum(len(s.k) for s in steps)
-    drafted, accepted = sum(sum(s.k) for s in steps), sum(sum(s.accepted) for s in steps)
     tokens = sum(sum(s.emitted) for s in steps)
     told = {"exact": exact, "k": k_max, "rounds": rounds_total, "tokens": tokens}
     return {**counts, **told, "alpha": accepted / drafted, "tokens_per_round": tokens / rounds_total}

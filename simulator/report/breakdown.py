@@ -1,6 +1,6 @@
 """Where a token's time goes: draft, verify, select, host, or a plain step; recorded rounds beside replayed policies."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
 from typing import Any
 
@@ -39,7 +39,7 @@ WORDS = {
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """One policy's time. breakdown: microseconds per token by term."""
+    """One policy's time. breakdown: microseconds per token by term. at: which batch, where that must be said."""
 
     name: str
     lossless: bool
@@ -47,11 +47,18 @@ class Bar:
     breakdown: dict[str, float]
     speedup: float | None
     us_per_token: float
+    batch: int
+    at: str = ""
+
+    @property
+    def label(self) -> str:
+        """Its name, and its batch where that must be said."""
+        return self.name + self.at
 
 
 def section(inputs: Inputs) -> Section:
     """Stacked bars, lossless policies first, then the fastest."""
-    bars = _bars(inputs)
+    bars, left_out = _bars(inputs)
     if not bars:
         return Section("breakdown", TITLE, needs=NEEDS)
     drafting = [bar for bar in bars if bar.breakdown.get("draft") and bar.lossless]
@@ -60,31 +67,43 @@ def section(inputs: Inputs) -> Section:
         best = drafting[0]
         largest = max(best.breakdown, key=lambda term: best.breakdown[term])
         share = best.breakdown[largest] / best.us_per_token
-        lead = f"A token of the fastest lossless policy that drafts, {escape(best.name)}, "
+        lead = f"A token of the fastest lossless policy that drafts, {escape(best.label)}, "
         lead += f"takes {best.us_per_token / 1e3:.3g} ms; {share:.0%} of that is {WORDS[largest]}."
     marks = [(_color(term), WORDS[term]) for term in TERMS if any(bar.breakdown.get(term) for bar in bars)]
     figure = _figure(bars)
-    html = key(*marks) + chart(figure, "Time per token, ms") + _table(bars)
+    caption = ""
+    if left_out is not None:
+        caption = f"The recorded rounds are left out: they are at batch {left_out}, and no policy here is."
+    html = key(*marks) + chart(figure, "Time per token, ms", caption) + _table(bars)
     return Section("breakdown", TITLE, lead, html, (figure,))
 
 
 TITLE = "Where the time of a token goes"
 
 
-def _bars(inputs: Inputs) -> list[Bar]:
-    found = [bar for bar in (_recorded(inputs),) if bar is not None]
+def _bars(inputs: Inputs) -> tuple[list[Bar], int | None]:
+    """The bars, and the recorded rounds' batch where no other is at it: they are left out then."""
+    found: list[Bar] = []
     study = inputs.json("tune") or {}
     replayed = [*(inputs.json("replay") or {}).get("outcomes", [])]
     replayed += [study[name] for name in ("best", "best_fixed") if study.get(name)]  # a round's parts, pay or not
-    names: set[str] = set()
+    names: set[tuple[str, int]] = set()
     for outcome in sorted(replayed, key=lambda o: o["us_per_token"] or 0.0):
-        if outcome["breakdown"] and outcome["name"] not in names:
-            names.add(outcome["name"])
+        if outcome["breakdown"] and (outcome["name"], outcome["batch"]) not in names:
+            names.add((outcome["name"], outcome["batch"]))
             found.append(_bar(outcome, "replayed"))
+    recorded, left_out = _recorded(inputs), None
+    if recorded is not None:
+        if found and recorded.batch not in {bar.batch for bar in found}:
+            left_out = recorded.batch
+        else:
+            found = [recorded, *found]
+    if {bar.batch for bar in found} - {1}:
+        found = [replace(bar, at=f", batch {bar.batch}") for bar in found]
     found.sort(key=_order)
     always = [bar for bar in found if bar.source == "recorded" or not bar.breakdown.get("draft")]
     fastest = [bar for bar in found if bar not in always][: max(MOST_BARS - len(always), 1)]
-    return sorted(always + fastest, key=_order)
+    return sorted(always + fastest, key=_order), left_out
 
 
 def _order(bar: Bar) -> tuple[bool, float]:
@@ -111,6 +130,7 @@ def _bar(outcome: dict[str, Any], source: str) -> Bar:
         outcome["breakdown"],
         outcome["speedup"],
         outcome["us_per_token"],
+        outcome["batch"],
     )
 
 
@@ -129,13 +149,14 @@ def _figure(bars: list[Bar]) -> Figure:
                 "name": WORDS[term],
                 "x": values,
                 "y": rows,
-                "customdata": [[bar.name, share] for bar, share in zip(bars, shares, strict=True)],
+                "customdata": [[bar.label, share] for bar, share in zip(bars, shares, strict=True)],
                 "marker": {"color": f"@{_color(term)}", "line": {"color": "@paper", "width": 1}},
                 "hovertemplate": f"%{{customdata[0]}}<br>{WORDS[term]} %{{x:.2f}} ms, %{{customdata[1]:.0%}}{END}",
             }
         )
     plain = next((bar.us_per_token for bar in bars if not bar.breakdown.get("draft")), None)
-    ticks = [f"{bar.name}, {'lossless' if bar.lossless else 'lossy'}" for bar in bars]
+    plain = plain if len({bar.batch for bar in bars}) == 1 else None  # one line is of one batch
+    ticks = [f"{bar.label}, {'lossless' if bar.lossless else 'lossy'}" for bar in bars]
     drawn = layout(
         "",
         "",
@@ -147,7 +168,7 @@ def _figure(bars: list[Bar]) -> Figure:
         margin={"l": 8, "r": 16, "t": 8, "b": 32},
         shapes=[] if plain is None else [rule((plain / 1e3,) * 2, (-0.6, len(bars) - 0.4))],
     )
-    narrow = {"yaxis": {"ticktext": [_short(bar.name) for bar in bars], "tickfont": {"size": 11}}}
+    narrow = {"yaxis": {"ticktext": [_short(bar.name) + bar.at for bar in bars], "tickfont": {"size": 11}}}
     return Figure("chart-breakdown", "Time per token by part, for each policy", data, drawn, narrow)
 
 
@@ -163,7 +184,7 @@ def _table(bars: list[Bar]) -> str:
     terms = [term for term in TERMS if any(bar.breakdown.get(term) for bar in bars)]
     rows = [
         [
-            named(bar.name, bar.lossless),
+            named(bar.label, bar.lossless),
             bar.source,
             *(number(bar.breakdown.get(term, 0.0) / 1e3 or None) for term in terms),
             number(bar.us_per_token / 1e3),

@@ -83,12 +83,17 @@ def _megabytes(tried: Tried) -> float:
     return float(tried["values"]["train"]["kv_bytes_per_token"]) / 1e6
 
 
+def _place(tried: Tried) -> tuple[str, int | None]:
+    """What tells one tried policy from another: it is tried again at every batch. Studies of before have none."""
+    return tried["policy_digest"], tried.get("batch")
+
+
 def _figure(tried: list[Tried]) -> Figure:
     data: list[Json] = []
     front = fronts(tried)
-    members = {t["policy_digest"] for each in front.values() for t in each}
+    members = {_place(t) for each in front.values() for t in each}
     for lossless in (True, False):
-        rest = [t for t in tried if t["lossless"] is lossless and t["policy_digest"] not in members]
+        rest = [t for t in tried if t["lossless"] is lossless and _place(t) not in members]
         if rest:
             data.append(_points(rest, lossless, "@faint", 5) | {"name": f"{_kind(lossless)}, others tried"})
         if front.get(lossless):

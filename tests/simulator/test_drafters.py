@@ -15,7 +15,7 @@ from specdial.policies.errors import UserError
 from specdial.policies.fields import to_plain
 from specdial.policies.schema import DraftKV
 from specdial.simulator.costs import CostModel
-from specdial.simulator.crossover import crossover_surface
+from specdial.simulator.crossover import crossover_surface, kept
 from specdial.simulator.inversion import inversion_table
 from specdial.simulator.lanes import read_record
 from specdial.simulator.load import load_costs
@@ -123,6 +123,19 @@ def test_another_lookup_on_a_sparse_trace_is_refused(many, table, policy):
     (outcome,) = replay(sparse, table, [drafting(policy, *ARMS[2])])
     assert outcome.level == "refused"
     assert "does not show where its drafter had no draft" in outcome.reason
+
+
+def test_the_surface_leaves_out_what_the_record_does_not_support(trace, table):
+    def sparse(controller):
+        kv = trace.meta["arms"][0]["draft_kv"]
+        recorded = {**trace.meta["policy"], "drafter": LOOKUP, "controller": controller, "draft_kv": kv}
+        return read_record(replace(trace, meta={**trace.meta, "dense": False, "policy": recorded}))
+
+    only = sparse({"kind": "fixed", "k": 3})
+    assert set(kept(only)) == {(0, 3)}
+    (corner,) = crossover_surface(only, table, [512], [1])
+    assert (corner.k, corner.drafter) == (3, "lookup")
+    assert crossover_surface(sparse({"kind": "none"}), table, [512], [1]) == []
 
 
 def test_a_selection_that_a_drafter_does_not_read_makes_no_difference(many, policy):

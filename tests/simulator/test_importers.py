@@ -154,6 +154,13 @@ def test_k_is_tuned_from_logs_and_step_times_alone(logged, tmp_path, capsys):
     assert drift.run({**live, "trace": given["trace"]})["acceptance"]["alarm"] is False
 
 
+def test_drafts_behind_the_last_token_alone_are_no_speculation(tmp_path):
+    source = write_lines(tmp_path / "log.jsonl", [response([0], [4], 2, 4)])
+    with pytest.raises(UserError, match="holds no speculative step"):
+        import_logs.run({"format": "vllm", "source": source, "out": str(tmp_path / "t")})
+    assert not (tmp_path / "t" / "meta.json").exists()
+
+
 def test_aiperf_records(tmp_path):
     counts = {
         "engine": "sglang",

@@ -1,5 +1,7 @@
 """Other hardware, and where plain decoding wins."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -45,6 +47,35 @@ def test_costs_that_do_not_show_bandwidth_are_refused(costs):
     flat = CostModel({"plain": Measured.of("plain", points, np.array([10.0, 10.0]))}, {"model": MODEL}, "flat")
     with pytest.raises(UserError, match="do not rise with context"):
         on_other_hardware(flat, 2.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("model", "missing"),
+    [
+        ({"kv_bytes_per_token": 0.0}, "kv_bytes_per_token and weight_bytes"),
+        ({"kv_bytes_per_token": 9.0}, "the weight_bytes"),
+    ],
+)
+def test_costs_of_a_model_of_unknown_size_are_refused(costs, model, missing):
+    with pytest.raises(UserError, match=missing):
+        on_other_hardware(CostModel(costs.measured, {"model": model}, "imported"), 2.0, 1.0)
+
+
+def test_all_but_the_times_is_kept(costs):
+    costs = replace(costs, own_rounds=True, plain_gbps=100.0)
+    before = costs.at("plain", 1024, 1)[0]
+    other = on_other_hardware(costs, 2.0, 1.0)
+    assert (other.own_rounds, other.meta) == (True, costs.meta)
+    assert other.at("plain", 1024, 1)[0] < before == costs.at("plain", 1024, 1)[0]
+    assert other.plain_gbps == pytest.approx(100.0 * before / other.at("plain", 1024, 1)[0])
+
+
+def test_times_at_one_context_do_not_show_bandwidth():
+    """As a trace's own rounds whose last batch was smaller: nothing tells a step's keys from its rows."""
+    points = np.array([[4, 0, 0, 500], [2, 0, 0, 500]], float)
+    own = CostModel({"plain": Measured.of("plain", points, np.array([1100.0, 1050.0]))}, {"model": MODEL}, "own")
+    with pytest.raises(UserError, match="do not rise with context"):
+        on_other_hardware(own, 2.0, 1.0)
 
 
 def test_plain_wins_where_drafting_grows_dear(trace, costs):

@@ -99,6 +99,38 @@ def test_lossless_and_lossy_are_labelled_and_apart(page):
         assert "lossless" in tree.sections[section]
 
 
+def test_bars_say_their_batch_and_recorded_rounds_of_another_are_left_out(runs):
+    inputs = read_inputs({}, str(runs))
+    alone = breakdown.section(inputs)
+    assert "recorded" in alone.html
+    assert "batch" not in alone.html + json.dumps(alone.figures[0].plain())
+    for outcome in (*inputs.json("replay")["outcomes"], *map(inputs.json("tune").get, ("best", "best_fixed"))):
+        outcome["batch"] = 4
+    together = breakdown.section(inputs)
+    assert "The recorded rounds are left out: they are at batch 1, and no policy here is." in together.html
+    ticks = together.figures[0].layout["yaxis"]["ticktext"]
+    assert "fixed-4, batch 4, lossless" in ticks
+    assert not any("recorded" in tick for tick in ticks)
+    assert "fixed-4, batch 4" in together.figures[0].narrow["yaxis"]["ticktext"]
+    inputs.json("replay")["outcomes"].append({**inputs.json("replay")["outcomes"][1], "batch": 1})
+    both = breakdown.section(inputs)
+    ticks = both.figures[0].layout["yaxis"]["ticktext"]
+    for at in ("fixed-4, batch 4", "fixed-4, batch 1", "recorded, batch 1"):
+        assert f"{at}, lossless" in ticks
+    assert "left out" not in both.html
+    assert both.figures[0].layout["shapes"] == []  # plain decoding's line is of one batch
+
+
+def test_a_policy_of_the_front_is_drawn_at_other_batches_too():
+    def tried(batch, speedup):
+        values = {"train": {"speedup": speedup, "kv_bytes_per_token": 5}}
+        policy = {"policy_digest": "a", "params": {}, "level": "exact"}
+        return {"values": values, "lossless": True, "batch": batch, **policy}
+
+    rest, drawn = front._figure([tried(1, 1.2), tried(4, 1.1)]).data
+    assert (rest["y"], drawn["y"]) == ([1.1], [1.2])
+
+
 def test_a_front_for_each_kind():
     def tried(speedup, kv, lossless):
         values = {"train": {"speedup": speedup, "kv_bytes_per_token": kv}}
