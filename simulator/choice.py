@@ -2,15 +2,18 @@
 
 Finalists are the front and the best in the first objective of the tuning split, every fixed k, and plain. The winner is
 the best of them in the first objective on the selection split, within the bounds; where that is speed and even its
-interval's lower end (of a full batch, which has none, itself) does not exceed 1, plain decoding is the answer.
+interval's lower end (of a full batch, which has none, itself) does not exceed 1, plain decoding is the answer. It also
+stands in where no lossless policy, or no fixed k, has a price.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from specdial.policies.errors import UserError
 from specdial.policies.schema import Policy, policy_from_mapping
 from specdial.simulator.analytic import crossover_alpha, crossover_gamma
 from specdial.simulator.inversion import verify_ratio
+from specdial.simulator.lanes import Record
 from specdial.simulator.objectives import METRICS, SPEEDS, Goal, front, measured_metrics
 from specdial.simulator.outcome import Outcome
 from specdial.simulator.search import Evaluate, Found, Tried, fixed_points
@@ -18,6 +21,7 @@ from specdial.simulator.space import Space
 
 BEST = 16
 FRONT = 12
+CALIBRATE = "calibrate for this trace, at its contexts and batches, and give costs="
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +75,9 @@ def plain_policy(space: Space) -> Policy:
     )
 
 
-def candidates(space: Space, found: Found, goal: Goal, batch: int | None = None) -> tuple[list[Tried], list[Tried]]:
-    """(front, best in the first objective) of what was tried at this batch, or at any."""
-    known = [t for t in found.tried if goal.values(t.metrics) is not None and batch in (None, t.batch)]
+def candidates(found: Found, goal: Goal, batch: int) -> tuple[list[Tried], list[Tried]]:
+    """(front, best in the first objective) of what was tried at this batch."""
+    known = [t for t in found.tried if goal.values(t.metrics) is not None and t.batch == batch]
     priced = [t for t in known if goal.feasible(t.metrics)] or known
     costs = [goal.costs(t.metrics) for t in priced]
     places = front(costs)
@@ -84,8 +88,11 @@ def candidates(space: Space, found: Found, goal: Goal, batch: int | None = None)
 
 
 def choose(space: Space, found: Found, evaluate: Evaluate, goal: Goal, batch: int) -> Choice:
-    """Pick winners at one batch. evaluate: replay on the selection split, with intervals."""
-    ahead, best_tried = candidates(space, found, goal, batch)
+    """Pick winners at one batch. evaluate: replay on the selection split, with intervals.
+
+    Raises UserError where no drafting policy has a price there.
+    """
+    ahead, best_tried = candidates(found, goal, batch)
     fixed = [space.policy(point) for point in fixed_points(space)]
     policies = [plain_policy(space), *fixed, *(space.policy(t.point) for t in (*ahead, *best_tried))]
     outcomes = evaluate(policies, batch)
@@ -95,15 +102,18 @@ def choose(space: Space, found: Found, evaluate: Evaluate, goal: Goal, batch: in
     def speed(outcome: Outcome) -> float:
         return METRICS[goal.speed].of(outcome, space.record) or 0.0
 
-    best_fixed = max((o for o in outcomes[1:first] if o.speedup is not None), key=speed)
+    best_fixed = max((o for o in outcomes[1:first] if o.speedup is not None), key=speed, default=plain)
     best, feasible = _best(drafting, goal, space)
+    if best is None:
+        cause = f"no drafting policy has a price at batch {batch}: {lacks(outcomes[1], goal, space.record)}"
+        raise UserError(cause, CALIBRATE)
     lossless, _ = _best([o for o in drafting if o.lossless], goal, space)
     least = best.low if goal.speed == "speedup" and best.low is not None else speed(best)
     pays = least > 1.0
     slower = goal.objectives[0] in SPEEDS and not pays
     return Choice(
         best=plain if slower else best,
-        best_lossless=plain if slower or speed(lossless) <= 1.0 else lossless,
+        best_lossless=plain if slower or lossless is None or speed(lossless) <= 1.0 else lossless,
         best_fixed=best_fixed,
         plain=plain,
         front=tuple(outcomes[first : first + len(ahead)]),
@@ -114,10 +124,26 @@ def choose(space: Space, found: Found, evaluate: Evaluate, goal: Goal, batch: in
     )
 
 
-def _best(outcomes: Sequence[Outcome], goal: Goal, space: Space) -> tuple[Outcome, bool]:
-    """The best in the first objective of those within the bounds, or of all where none is; and which it was."""
+def lacks(outcome: Outcome, goal: Goal, record: Record) -> str | None:
+    """Why a policy has no speedup, or no value of an objective; None where it has them."""
+    if outcome.level == "refused":
+        return outcome.reason
+    metrics = measured_metrics(outcome, record)
+    if metrics["speedup"] is None:
+        return "plain decoding has no measured cost"
+    unknown = [name for name in goal.objectives if metrics[name] is None]
+    return f"replay does not know its {unknown[0]}" if unknown else None
+
+
+def _best(outcomes: Sequence[Outcome], goal: Goal, space: Space) -> tuple[Outcome | None, bool]:
+    """The best in the first objective of those within the bounds, or of all where none is; and which it was.
+
+    None where no objective of any is known.
+    """
     judged = [(measured_metrics(outcome, space.record), outcome) for outcome in outcomes]
     judged = [(metrics, outcome) for metrics, outcome in judged if goal.values(metrics) is not None]
+    if not judged:
+        return None, False
     within = [(metrics, outcome) for metrics, outcome in judged if goal.feasible(metrics)]
     _, best = min(within or judged, key=lambda pair: goal.costs(pair[0])[0])
     return best, bool(within)

@@ -5,6 +5,7 @@ as many machines, as share `storage`. A command that was killed goes on when it 
 """
 
 import hashlib
+import itertools
 import multiprocessing
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -12,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import optuna
 from optuna.storages import BaseStorage
 
 from specdial.engine.trace.reader import read_trace
@@ -23,7 +25,7 @@ from specdial.policies.progress import progress
 from specdial.policies.schema import Policy
 from specdial.simulator.axes import Search
 from specdial.simulator.check import check_acceptance
-from specdial.simulator.choice import Choice, candidates, choose, plain_policy
+from specdial.simulator.choice import CALIBRATE, Choice, candidates, choose, lacks, plain_policy
 from specdial.simulator.corrections import corrected, read_corrections
 from specdial.simulator.costs import CostModel
 from specdial.simulator.lanes import Record, read_record
@@ -35,7 +37,7 @@ from specdial.simulator.samplers import Sampler, sampler_for
 from specdial.simulator.search import Evaluate, Found, Plan, fixed_points, search
 from specdial.simulator.search_tables import print_refused, print_surface_cells, print_test
 from specdial.simulator.space import Space
-from specdial.simulator.study import Shared, away, open_storage
+from specdial.simulator.study import NAME, Shared, away, open_storage, quiet
 from specdial.simulator.surface import Grid, Surface, SurfaceSettings, find_surface
 from specdial.simulator.tables import print_acceptance, print_choice, print_costs
 from specdial.simulator.tuned_files import Tuned, write_tuned
@@ -78,19 +80,23 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """What one tuning run works on. select_split: validation, or train where the trace has no validation documents."""
+    """What one tuning run works on. select_split: validation, or train where the trace has no validation documents.
+
+    batch: at which the best policy is chosen.
+    """
 
     settings: Settings
     record: Record
     costs: CostModel
     space: Space
-    plan: Plan
+    goal: Goal
+    batch: int
     select_split: str
 
     def evaluate(self, split: str, bootstrap: int) -> Evaluate:
         """Replay on one split. bootstrap: 0 in a search, which needs no more than what its goal looks at."""
 
-        full_batch = bootstrap > 0 or FULL_BATCH_SPEEDUP in self.plan.goal.metrics
+        full_batch = bootstrap > 0 or FULL_BATCH_SPEEDUP in self.goal.metrics
 
         def run(policies: Any, batch: int) -> list[Outcome]:
             seed = self.settings.seed
@@ -111,13 +117,13 @@ def run(settings: dict[str, Any]) -> dict[str, Any]:
     claim_directory(Path(s.out), "tune", own, shared=True)
     with _assistants(s):
         found = _search(job, storage)
-    choice = choose(job.space, found, job.evaluate(job.select_split, s.bootstrap), job.plan.goal, job.plan.batch)
+    choice = choose(job.space, found, job.evaluate(job.select_split, s.bootstrap), job.goal, job.batch)
     surface = _surface(job, found)
     tuned = Tuned(
         settings=to_plain(s),
         record=job.record,
         costs=job.costs,
-        goal=job.plan.goal,
+        goal=job.goal,
         found=found,
         choice=choice,
         surface=surface,
@@ -157,43 +163,71 @@ def _prepare(s: Settings) -> _Run:
     batch = s.search.batches[0] if s.search.batches else s.batch
     probe = Space.of(s.search, record, gamma=0.3)
     fixed = [probe.policy(point) for point in fixed_points(probe)]
-    outcomes = replay(record, costs, fixed, "train", batch, bootstrap=0)
-    priced = [outcome for outcome in outcomes if outcome.speedup is not None]
-    if not priced:
-        raise UserError(
-            f"no speedup can be predicted: {outcomes[0].reason or 'plain decoding has no measured cost'}",
-            "calibrate for this trace and give costs=",
-        )
-    gamma = max(priced, key=lambda outcome: outcome.speedup or 0.0).gamma or 0.3
+    priced = {split: _priced(record, costs, fixed, split, batch, goal) for split in dict.fromkeys(("train", select))}
+    gamma = max(priced["train"], key=lambda outcome: outcome.speedup or 0.0).gamma or 0.3
     space = Space.of(s.search, record, gamma)
+    return _Run(s, record, costs, space, goal, batch, select)
+
+
+def _priced(
+    record: Record, costs: CostModel, policies: list[Policy], split: str, batch: int, goal: Goal
+) -> list[Outcome]:
+    """Those of a split's replays that have a speedup and every objective. Raises UserError where none has."""
+    outcomes = replay(record, costs, policies, split, batch, bootstrap=0, full_batch=FULL_BATCH_SPEEDUP in goal.metrics)
+    known = [outcome for outcome in outcomes if lacks(outcome, goal, record) is None]
+    if not known:
+        cause = f"no speedup can be predicted on {split} documents: {lacks(outcomes[0], goal, record)}"
+        raise UserError(cause, CALIBRATE)
+    return known
+
+
+def _plan(job: _Run, begun: str | None) -> Plan:
+    """What to search, and by what. begun: the sampler of a study that goes on, which `auto` keeps; None for a new one.
+
+    Where that one draws, and the whole grid fits by now, the grid comes before further draws.
+    """
+    s, space = job.settings, job.space
     limit = s.trials if s.sampler == "brute" else min(s.trials, MOST_GRID_POINTS)
     grid = space.grid(limit) if s.sampler in ("auto", "brute") else None
-    name = sampler_for(space, s.trials, len(goal.objectives), grid is not None) if s.sampler == "auto" else s.sampler
+    fitting = begun or sampler_for(space, s.trials, len(job.goal.objectives), grid is not None)
+    name = fitting if s.sampler == "auto" else s.sampler
     if name == "brute":
-        points = grid if grid is not None else [p for p, _ in zip(space.grid_points(), range(s.trials))]
-        plan = Plan(name, len(points), s.seed, goal, tuple(points), 0, batch)
-    else:
-        plan = Plan(name, s.trials, s.seed, goal, tuple(space.suggestions()[: s.trials]), s.stall, batch)
-    return _Run(s, record, costs, space, plan, select)
+        points = grid if grid is not None else list(itertools.islice(space.grid_points(), s.trials))
+        return Plan(name, len(points), s.seed, job.goal, tuple(points), 0, job.batch)
+    given = space.suggestions()[: s.trials]
+    given += [point for point in grid or () if point not in given]
+    return Plan(name, s.trials, s.seed, job.goal, tuple(given), s.stall, job.batch)
+
+
+def _begun(storage: BaseStorage) -> str | None:
+    """The sampler of the study that a storage holds; None where it holds none."""
+    try:
+        with quiet():
+            study = optuna.load_study(study_name=NAME, storage=storage)
+    except KeyError:
+        return None
+    sampler: str | None = study.user_attrs.get("identity", {}).get("sampler")
+    return sampler
 
 
 def _search(job: _Run, storage: BaseStorage | None = None) -> Found:
     """storage: where the study lies, None for what the settings say."""
     s = job.settings
+    storage = storage or open_storage(s.storage or str(Path(s.out) / "study.journal"))
+    plan = _plan(job, _begun(storage))
     identity = {
         "trace": trace_digest(job.record.trace),
         "costs": _costs_digest(job.costs),
         "search": digest_of(to_plain(s.search)),
-        "goal": digest_of(to_plain(job.plan.goal)),
-        "sampler": job.plan.sampler,
+        "goal": digest_of(to_plain(plan.goal)),
+        "sampler": plan.sampler,
         "seed": s.seed,
-        "batch": job.plan.batch,
+        "batch": plan.batch,
     }
-    storage = storage or open_storage(s.storage or str(Path(s.out) / "study.journal"))
-    shared = Shared(storage, job.plan.goal, identity)
+    shared = Shared(storage, plan.goal, identity)
     try:
-        with progress("tune", job.plan.trials) as bar:
-            return search(shared, job.space, job.evaluate("train", 0), job.plan, bar.advance)
+        with progress("tune", plan.trials) as bar:
+            return search(shared, job.space, job.evaluate("train", 0), plan, bar.advance)
     except away() as error:
         said = error.details() if hasattr(error, "details") else str(error)  # of gRPC, whose text is a page
         cause = f"the study's storage is away: {said.splitlines()[0]}"
@@ -232,12 +266,12 @@ def _assistants(s: Settings) -> Iterator[None]:
 
 def _surface(job: _Run, found: Found) -> Surface | None:
     """The surface over what was found, or None where there is a single cell or costs know a single context."""
-    wanted, batches = job.settings.surface, job.settings.search.batches or (job.plan.batch,)
+    wanted, batches = job.settings.surface, job.settings.search.batches or (job.batch,)
     contexts = wanted.contexts or _spread([round(c) for c in job.costs.contexts()], MOST_CONTEXTS)
     grid = Grid(tuple(sorted(set(contexts))), tuple(sorted(set(wanted.batches or batches))))
     if job.costs.own_rounds or len(grid.contexts) * len(grid.batches) < 2:
         return None
-    tried = [t for pair in candidates(job.space, found, job.plan.goal) for t in pair]
+    tried = [t for batch in batches for pair in candidates(found, job.goal, batch) for t in pair]
     policies = [job.space.policy(point) for point in (*fixed_points(job.space), *(t.point for t in tried))]
     distinct: dict[str, Policy] = {policy_digest(policy): policy for policy in policies}
     known = [plain_policy(job.space), *distinct.values()]
@@ -268,7 +302,7 @@ def _beside(job: _Run, surface: Surface | None) -> dict[str, Outcome]:
     if surface is None or not surface.pays:
         return {}
     policies = {"surface": surface.policy, "single": surface.single}
-    outcomes = job.evaluate(job.select_split, job.settings.bootstrap)(list(policies.values()), job.plan.batch)
+    outcomes = job.evaluate(job.select_split, job.settings.bootstrap)(list(policies.values()), job.batch)
     return dict(zip(policies, outcomes, strict=True))
 
 
@@ -280,7 +314,7 @@ def _test(job: _Run, choice: Choice, surface: Surface | None) -> dict[str, Outco
     policies = {name: outcome.policy for name, outcome in named.items()}
     if surface is not None and surface.pays:
         policies["surface"] = surface.policy
-    outcomes = job.evaluate("test", job.settings.bootstrap)(list(policies.values()), job.plan.batch)
+    outcomes = job.evaluate("test", job.settings.bootstrap)(list(policies.values()), job.batch)
     return dict(zip(policies, outcomes, strict=True))
 
 

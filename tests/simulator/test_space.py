@@ -8,6 +8,7 @@ from specdial.policies.file import policy_digest, save_policy
 from specdial.policies.schema import ScoringHeads, policy_from_mapping
 from specdial.simulator.axes import Search
 from specdial.simulator.lanes import read_record
+from specdial.simulator.search import fixed_points
 from specdial.simulator.space import Space
 
 COMBINED = {
@@ -70,6 +71,14 @@ def test_recorded_selections_are_tried_as_they_were_unless_values_are_named(trac
     assert set(space.axes({"controller": "fixed"})) == {"controller", "arm", "k"}
     assert space.axes({"controller": "fixed"})["arm"] == (0, 1)
     assert all(space.policy(point).draft_kv.budget in (128, 256) for point in space.suggestions())
+
+
+@pytest.mark.parametrize("modes", [["full"], ["partial"], ["partial", "full"]])
+def test_fixed_ks_verify_in_full_whatever_is_searched(trace, modes):
+    space = space_of(trace, verify_kv={"mode": modes})
+    fixed = [space.policy(point) for point in fixed_points(space)]
+    assert len(fixed) == 2 * space.k_max
+    assert all(policy.lossless for policy in fixed)
 
 
 def test_scoring_heads_come_from_a_policy_and_its_first_so_many(trace, tmp_path):

@@ -11,6 +11,7 @@ import pytest
 from specdial.policies.errors import UserError
 from specdial.policies.file import load_policy, policy_digest
 from specdial.simulator.axes import Range, Search
+from specdial.simulator.choice import BEST
 from specdial.simulator.lanes import read_record
 from specdial.simulator.objectives import Goal, front
 from specdial.simulator.outcome import Outcome
@@ -18,6 +19,7 @@ from specdial.simulator.search import Plan, distribution, search
 from specdial.simulator.space import Space
 from specdial.simulator.study import Shared, open_storage
 from specdial.simulator.synthetic import Shape, write_synthetic_costs, write_trace
+from specdial.simulator.verbs import tune as module
 from specdial.simulator.verbs.tune import run
 
 
@@ -27,6 +29,15 @@ def files(tmp_path_factory):
     out = tmp_path_factory.mktemp("tune")
     write_trace(out / "easy", Shape(documents=9, difficulty_nats=0.4))
     write_trace(out / "hard", Shape(documents=9, difficulty_nats=8.0))
+    write_synthetic_costs(out / "costs", (256, 512), (1,), Shape())
+    return out
+
+
+@pytest.fixture(scope="module")
+def few(tmp_path_factory):
+    """An easy trace of three short documents, and its costs."""
+    out = tmp_path_factory.mktemp("few")
+    write_trace(out / "easy", Shape(documents=3, new_tokens=20))
     write_synthetic_costs(out / "costs", (256, 512), (1,), Shape())
     return out
 
@@ -113,6 +124,50 @@ def test_a_small_space_is_searched_whole(files, tmp_path):
     assert result["distinct"] == result["trials"] == 16
     speeds = {row["policy_digest"]: row["values"]["validation"]["speedup"] for row in study["tried"]}
     assert result["speedup"] == max(speeds.values())
+
+
+@pytest.mark.parametrize(("kind", "trials"), [("entropy", (10, 30)), ("fixed", (10, 40))])
+def test_more_trials_go_on_with_the_sampler_that_began(few, tmp_path, kind, trials):
+    """What `auto` would take turns with the number of trials; a grid that fits by now is tried whole."""
+    tried = []
+    for most in trials:
+        result, out = tune(few, tmp_path, search={"controllers": [kind]}, trials=most, bootstrap=1)
+        study = json.loads((out / "study.json").read_text())
+        assert (study["sampler"], study["trials"]) == ("nsga2", most)
+        assert [row["policy_digest"] for row in study["tried"]][: len(tried)] == tried
+        tried = [row["policy_digest"] for row in study["tried"]]
+    assert kind == "entropy" or result["distinct"] == 16
+
+
+def test_more_trials_than_the_grid_has_points_add_nothing(few, tmp_path):
+    for most in (16, 500):
+        result, _ = tune(few, tmp_path, search={"controllers": ["fixed"]}, trials=most, bootstrap=1)
+        assert (result["trials"], result["distinct"], result["stopped"]) == (16, 16, False)
+
+
+def test_a_surface_is_offered_the_best_of_every_batch(files, tmp_path, monkeypatch):
+    offered = []
+    monkeypatch.setattr(module, "find_surface", lambda record, costs, policies, *_: offered.extend(policies))
+    write_synthetic_costs(tmp_path / "costs", (256, 512), (1, 2, 3, 4), Shape())
+    search = {"controllers": ["entropy"], "batches": [1, 4]}
+    _, out = tune(
+        files, tmp_path, search=search, trials=80, sampler="random", costs=str(tmp_path / "costs"), bootstrap=1
+    )
+    tried = json.loads((out / "study.json").read_text())["tried"]
+    known = {policy_digest(policy) for policy in offered}
+    for batch in (1, 4):
+        mine = sorted((t for t in tried if t["batch"] == batch), key=lambda t: -t["values"]["train"]["speedup"])
+        assert {t["policy_digest"] for t in mine[:BEST]} <= known
+
+
+def test_documents_to_select_on_without_a_price_are_named_before_the_search(tmp_path):
+    """Two train documents fill the one batch that was timed, the only validation document does not."""
+    write_trace(tmp_path / "easy", Shape(documents=4))
+    write_synthetic_costs(tmp_path / "costs", (256, 512), (2,), Shape())
+    said = "no speedup can be predicted on validation documents: .* was measured at batch 2 only, not 1; calibrate"
+    with pytest.raises(UserError, match=said):
+        tune(tmp_path, tmp_path, batch=2)
+    assert not (tmp_path / "out").exists()
 
 
 def test_budgets_in_between_are_tried_when_asked_for(files, tmp_path):
