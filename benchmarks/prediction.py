@@ -12,8 +12,8 @@ the records, which time nothing that a prediction uses, so that other work may r
 
 What separates held-out from in-sample errors is chance: tokens a round scatter, also between documents. So --small
 measures many short documents once rather than few of them often, six documents a validation (--part), the policies'
-order moving on from one to the next. --out holds what is known after each; after --minutes none is begun, so when to
-stop is the clock's choice alone.
+order moving on from one to the next. --out holds what is known after each; after --minutes none is begun: how much is
+measured should be the clock's choice, not the result's.
 
     python3 benchmarks/prediction.py --model FILE.gguf --prompts prompts.npz --workloads code --out RESULTS.json
     python3 benchmarks/prediction.py --small --out benchmarks/results/prediction.json

@@ -9,6 +9,7 @@ import io
 import itertools
 import json
 import shutil
+import sys
 import tempfile
 import time
 from dataclasses import dataclass, field, replace
@@ -16,10 +17,11 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from _engine_bench import save
+from _bench import commit
+from _engine_bench import check, save
 from prediction_documents import documents, spec_of
 from prediction_policies import K_MAX, KS, adaptive, fixed, fp8
-from prediction_records import compared, compared_while_full, merged, policy_rows, row_of
+from prediction_records import compared, compared_kept_full, merged, policy_rows, row_of
 from prediction_traces import part_of
 
 from specdial.engine.job import Job
@@ -34,6 +36,7 @@ from specdial.policies.schema import DraftKV, plain_policy
 from specdial.simulator.lanes import read_record
 from specdial.simulator.verbs import replay
 
+COMMIT = "commit"  # beside a validation: what was run
 EXPECTED = (
     *("speedup", "low", "high", "level", "full_batch", "tokens_per_round", "baseline_us_per_token"),
     *("alpha", "gamma", "k", "budget", "batch"),
@@ -122,7 +125,9 @@ def keep(records, rows, show, out):
 def load(a, clock):
     """The model of a script's arguments."""
     with clock.stage("load"):
-        return load_model(a.model, device=_device(a))
+        model = load_model(a.model, device=_device(a))
+    check(model.config, model.decoder.device, model.decoder.dtype)
+    return model
 
 
 def cells(a, model, work):
@@ -233,19 +238,21 @@ def measure_batch(cell, batch, float8, clock):
 
 
 def validated(cell, batch, policies, held_out, documents, out, said=EXPECTED):
-    """validation.json of these documents, measured unless `out` holds it. said: what policies expect of `held_out`."""
-    if (out / "validation.json").exists():
-        return json.loads((out / "validation.json").read_text(encoding="utf-8"))
-    expected = [{name: held_out[policy_digest(p)][name] for name in said} for p in policies]
-    settings = {
-        "policies": [to_plain(replace(p, expected=e)) for p, e in zip(policies, expected)],
-        "split": "test",
-        "batch": batch,
-        "repeats": cell.a.repeats,
-        "out": str(out),
-    }
-    validate.run({**cell.settings, **settings}, replace(cell.job, documents=documents))
-    return json.loads((out / "validation.json").read_text(encoding="utf-8"))
+    """validation.json of these documents, measured unless `out` holds it, and the commit that measured. said: what
+    policies expect of `held_out`."""
+    if not (out / "validation.json").exists():
+        expected = [{name: held_out[policy_digest(p)][name] for name in said} for p in policies]
+        settings = {
+            "policies": [to_plain(replace(p, expected=e)) for p, e in zip(policies, expected)],
+            "split": "test",
+            "batch": batch,
+            "repeats": cell.a.repeats,
+            "out": str(out),
+        }
+        validate.run({**cell.settings, **settings}, replace(cell.job, documents=documents))
+        (out / COMMIT).write_text(commit(), encoding="utf-8")
+    measured_by = (out / COMMIT).read_text(encoding="utf-8") if (out / COMMIT).exists() else "unknown"
+    return {**json.loads((out / "validation.json").read_text(encoding="utf-8")), "commit": measured_by}
 
 
 def grid(cell, batch):
@@ -273,6 +280,9 @@ def row(cell, batch, state, parts, predictions, documents):
     base = next(p for name, p in predictions.items() if p["k"] == 0.0)["baseline_us_per_token"]
     spread = [100 * r["measured"]["repeat_spread_frac"] for r in rows]  # of each policy's worst document
     plain = next(r for r in rows if r["k_max"] == 0)["measured"]
+    differing = max(r["measured"]["documents_differing_from_plain"] for r in rows)
+    if differing and parts[0]["hardware"]["device"] == "cpu":  # float32 there, and rows that keep their bits
+        sys.exit(f"{cell.name}: {differing} outputs of a lossless policy differ from plain decoding's")
     about = {
         "cell": f"{cell.name}, batch {batch}, {len(rows)} policies",
         "model": cell.job.name,
@@ -283,12 +293,15 @@ def row(cell, batch, state, parts, predictions, documents):
         "plain_us_per_token": {"predicted": round(base, 2), "measured": round(plain["us_per_token"], 2)},
         "repeat_spread_pct": round(max(spread), 2),
         "median_repeat_spread_pct": round(float(np.median(spread)), 2),
-        "outputs_differing_from_plain": max(r["measured"]["documents_differing_from_plain"] for r in rows),
+        "outputs_differing_from_plain": differing,
         "texts": cell.about,
         "policies": policy_rows(rows, predictions),
     }
+    measured_by = sorted({part["commit"] for part in parts})
+    if measured_by != [commit()]:
+        about["measured_by_commits"] = measured_by
     id = f"{cell.a.id}-{cell.name}-B{batch}" + ("" if state == "held-out" else f"-{state}")
-    found = {**compared(rows, predictions), **compared_while_full(rows, predictions)}
+    found = {**compared(rows, predictions), **compared_kept_full(rows, predictions)}
     return row_of(id, state, found, about)
 
 

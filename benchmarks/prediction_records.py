@@ -3,7 +3,7 @@
 The error of a speedup splits into two factors: S = tokens per round x (plain step / round), so
 predicted / measured speedup = (1 + tokens error) x (1 + cost error).
 
-A batch has two speedups: of its whole run, which ends with its slowest sequence, and while all of it decodes, which is
+A batch has two speedups: of its whole run, which ends with its slowest sequence, and as if it was kept full, which is
 what a server sees that refills it. Both are compared, by the same bars.
 """
 
@@ -47,7 +47,7 @@ def compared(rows, predicted):
     }
 
 
-def compared_while_full(rows, predicted):
+def compared_kept_full(rows, predicted):
     """The same of batches as if they were kept full; {} where there are none."""
     if not all("full_batch" in r["measured"] for r in rows):
         return {}

@@ -7,6 +7,7 @@ import itertools
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from _engine_bench import check
 from prediction_cell import timed
 from prediction_documents import documents, spec_of
 from prediction_policies import K_MAX
@@ -33,6 +34,7 @@ class Cell:
     def load(cls, a, contexts, folder):
         """Load the model and the documents of all contexts, the longest first, numbered on."""
         model = load_model(a.model, device="cpu" if a.dry else "cuda")
+        check(model.config, model.decoder.device, model.decoder.dtype)
         name, found = Path(a.model).stem, []
         model.config.check_context(max(contexts) + a.new_tokens)
         for context in sorted(contexts, reverse=True):

@@ -1,8 +1,9 @@
 """S5: simulated rounds per second on one core, memory against the number of policies, loading time of a large trace.
 S4: how far the closed form is from the speeds that SparseSpec-L and Dustin print, from their other printed numbers.
 
-Synthetic traces (simulator.synthetic), real replay with prices and sums, no bootstrap. Each number is the median of
-five runs. The last line of output is one JSON document; --save merges it into benchmarks/results/simulator.json.
+Synthetic traces (simulator.synthetic), real replay with prices and sums, no bootstrap. Rates and loading are medians
+of five runs, memory is one. The last line of output is one JSON document; --save merges it into
+benchmarks/results/simulator.json.
 """
 
 import argparse
@@ -79,11 +80,16 @@ def peak_bytes(record: Record, costs: CostModel, count: int) -> int:
     return peak
 
 
-def load_s(path: Path) -> tuple[float, int]:
-    """Seconds to read and arrange a trace, and how many drafts it holds."""
-    begin = time.perf_counter()
-    record = read_record(read_trace(path))
-    return time.perf_counter() - begin, record.trace.drafts.num_rows
+def load_s(path: Path) -> tuple[list[float], int]:
+    """Seconds to read and arrange a trace, of every repeat, and how many drafts it holds."""
+    seconds, drafts = [], 0
+    for _ in range(REPEATS):
+        begin = time.perf_counter()
+        record = read_record(read_trace(path))
+        seconds.append(time.perf_counter() - begin)
+        drafts = record.trace.drafts.num_rows
+        del record
+    return seconds, drafts
 
 
 def result(id: str, case: str, value: float, unit: str, **more: object) -> dict[str, object]:
@@ -97,7 +103,7 @@ def result(id: str, case: str, value: float, unit: str, **more: object) -> dict[
         **more,
         "hardware": cpu_name(),
         "versions": {"numpy": np.__version__, "python": platform.python_version()},
-        "command": "python3 benchmarks/simulator.py",
+        "command": " ".join(["python3 benchmarks/simulator.py", *sys.argv[1:]]),
         "commit": head.stdout.strip() or "unknown",
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
     }
@@ -167,7 +173,8 @@ def throughput() -> list[dict[str, object]]:
         write_trace(out / "long", Shape(documents=100, prompt_tokens=100_000, new_tokens=1000))
         seconds, drafts = load_s(out / "long")
         case = f"load a trace of 100 documents x 100k tokens, {drafts} drafts"
-        records.append(result("S5-load", case, seconds, "s"))
+        spread = [round(min(seconds), 3), round(max(seconds), 3)]
+        records.append(result("S5-load", case, statistics.median(seconds), "s", spread=spread))
     return records
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "kernels"))
+from _bench import gate
 from _engine_bench import check, close, complete, decode, part_of, plain_bytes, save, script, with_history
 from _lossless import differences, noise, plain_margins
 from _real_records import Cell, Entry, is_1_5b, plain_record, policy_record, show
@@ -29,6 +30,7 @@ from specdial.engine.weights import load_model
 from specdial.policies.file import load_policy
 from specdial.policies.schema import plain_policy, policy_from_mapping
 
+NOISE = {torch.float32: 1e-2, torch.bfloat16: 0.5}  # of margins between two logits: more is no rounding
 FULL = {"contexts": [31000, 8000], "batches": [1, 16, 64], "new_tokens": 256, "repeats": 3, "k": [2, 4, 8]}
 FULL |= {"budgets": [256, 512], "pages": [1, 16], "recent": 64}
 DRY = {"contexts": [224], "batches": [1, 2], "new_tokens": 12, "repeats": 2, "k": [3], "budgets": [64]}
@@ -80,7 +82,8 @@ def measure(batches, cell, chosen, a, facts):
     for e in chosen:
         key = (specs[e.name], e.policy.k_max + 1)
         if key not in noises:
-            noises[key] = noise(runs[e.name][0], first.outputs, margins, e.policy.k_max + 1)
+            noises[key] = found = noise(runs[e.name][0], first.outputs, margins, e.policy.k_max + 1)
+            gate(f"{e.name}, noise of margins", found["margin"]["p99"], NOISE[batches[0].decoder.dtype])
         decode(*runs[e.name])  # warm-up
     timed = {name: [] for name in runs}
     names = list(runs)

@@ -59,16 +59,6 @@ def time_graph(calls: Sequence[Callable[[], object]], *, replays: int = 30, call
     return _time_repeats(graph.replay, calls=repeats * len(calls), replays=replays)
 
 
-def time_events(calls: Sequence[Callable[[], object]], *, replays: int = 30) -> Timing:
-    """Time one call without a graph, for a peer that cannot be captured; host launch gaps count."""
-
-    def once() -> None:
-        for call in calls:
-            call()
-
-    return _time_repeats(once, calls=len(calls), replays=replays)
-
-
 def _time_repeats(once: Callable[[], object], *, calls: int, replays: int) -> Timing:
     for _ in range(3):
         once()

@@ -187,12 +187,12 @@ def test_full_batches_are_compared_by_their_own_speedups(script):
         "plain": {**guess(1.0, 1.0), "level": "exact", "full_batch": guess(1.0, 1.0)},
         "a": {**guess(9.0, 9.0), "level": "exact", "full_batch": guess(2.0, 3.6)},
     }
-    found = module.compared_while_full(rows, guesses)["full_batch"]
+    found = module.compared_kept_full(rows, guesses)["full_batch"]
     assert (found["worst_pct"], found["tokens_per_round_error"]["worst_pct"]) == (20.0, 0.0)
     assert found["bar"]["worst_pct"] == {"at_most": 8.0, "met": False}
     assert module.policy_rows(rows, guesses)[1][6:] == [9.0, pytest.approx(48 / 18, abs=1e-4), 2.0, 2.5, 3.6, 3.6]
     del rows[0]["measured"]["full_batch"]
-    assert module.compared_while_full(rows, guesses) == {}
+    assert module.compared_kept_full(rows, guesses) == {}
     assert len(module.policy_rows(rows, guesses)[0]) == 8
 
 

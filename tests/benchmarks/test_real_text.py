@@ -3,6 +3,7 @@
 import gc
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -171,6 +172,20 @@ def test_a_longer_novel_gives_more_prompts(script, tiny_checkpoint, tmp_path):
 def test_the_gate_passes_on_the_references(script, tiny_model, capsys):
     script("_engine_bench").check(tiny_model("qwen3").config, "cpu", torch.float32)
     assert "logits" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_the_gate_stops_where_decoding_or_verification_is_wrong(script, tiny_model, monkeypatch, padded):
+    """Every token is taken for its neighbour."""
+    forward = Sequences.forward_block
+
+    def wrong(s, tokens, **given):
+        block = forward(s, tokens, **given)
+        return replace(block, logits=block.logits.roll(1, dims=-1)) if given["padded"] is padded else block
+
+    monkeypatch.setattr(Sequences, "forward_block", wrong)
+    with pytest.raises(SystemExit, match="relative error"):
+        script("_engine_bench").check(tiny_model("qwen3").config, "cpu", torch.float32)
 
 
 def test_no_garbage_is_collected_while_it_decodes(script, prefilled, monkeypatch):
