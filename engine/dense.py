@@ -101,7 +101,7 @@ def _draft_chunk(
                 "top1_prob": top1,
                 "margin": margin,
                 "match": match,
-                "reached": alive.copy(),
+                "reached": alive & (truth >= 0),  # past the output's end nothing judges them
             }
         )
         alive = match

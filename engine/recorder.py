@@ -69,6 +69,8 @@ class Recorder:
                 name: np.array([getattr(r, name) for r in played], dtype=np.int64).reshape(-1, batch)
                 for name in ("active", "context_tokens", "k", "accepted")
             }
+            emitted = [[len(e) for e in r.emitted] for r in played]
+            grids["emitted"] = np.array(emitted, dtype=np.int64).reshape(-1, batch)
             active = grids.pop("active").astype(np.bool_)
             grids["doc"] = np.broadcast_to(index, active.shape)
             grids["round"] = np.cumsum(active, axis=0) - 1  # counts the rounds its document took part in
@@ -79,10 +81,8 @@ class Recorder:
 def _round_rows(played: list[Round], active: npt.NDArray[np.bool_], grids: Grids) -> _Rows:
     """Columns of schema.ROUNDS. active and the grids are [R, B]."""
     b, r = np.nonzero(active.T)
-    emitted = np.array([list(map(len, p.emitted)) for p in played], dtype=np.int64).reshape(active.shape)
     mode = np.array([PLAIN if p.plain else p.mode for p in played], dtype=np.str_)  # [R]
     columns: Columns = {name: grid[r, b] for name, grid in grids.items()}
-    columns["emitted"] = emitted[r, b]
     columns["batch"] = np.full(len(r), active.shape[1])
     for name in ("rounds_since_full", "recomputed"):
         columns[name] = np.array([getattr(p, name) for p in played], dtype=np.int64)[r]
@@ -120,7 +120,8 @@ def _draft_rows(played: list[Round], active: npt.NDArray[np.bool_], grids: Grids
     columns["arm"] = np.zeros(len(r), dtype=np.int64)
     columns["depth"] = step + 1
     columns["match"] = step < accepted
-    columns["reached"] = step <= accepted
+    judged_next = grids["emitted"][r, b] > accepted  # unless the output ended within the accepted drafts
+    columns["reached"] = (step < accepted) | ((step == accepted) & judged_next)
     return _Rows(columns, _starts(b, active.shape[1]))
 
 

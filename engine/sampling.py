@@ -12,6 +12,8 @@ from torch import Tensor
 
 from specdial.policies.fields import setting
 
+COLDEST = 1e-30  # temperatures below choose as this one does: float32 knows no smaller ones
+
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
@@ -48,7 +50,8 @@ def uniforms(random: list[torch.Generator], count: int) -> Tensor:
 
 def distribution(logits: Tensor, sampling: Sampling) -> Tensor:
     """Probabilities [..., V] that sampled decoding draws from, given logits [..., V]."""
-    logits = (logits - logits.amax(dim=-1, keepdim=True)) / sampling.temperature  # the largest stays finite
+    shifted = logits - logits.amax(dim=-1, keepdim=True)  # so that the largest stays finite
+    logits = shifted / max(sampling.temperature, COLDEST)
     if 0 < sampling.top_k < logits.shape[-1]:
         floor = logits.topk(sampling.top_k, dim=-1).values[..., -1:]
         logits = logits.masked_fill(logits < floor, float("-inf"))

@@ -178,7 +178,10 @@ class TextStream:
 
     def push(self, ids: Iterable[int]) -> str:
         """Text newly complete after `ids`; the pieces and `finish` add up to `decode` of everything pushed."""
+        count = len(self._window)
         self._window += ids
+        if len(self._window) == count:  # or what gives the next ids their spaces would be forgotten
+            return ""
         before, text = self._decode(self._flushed), self._decode(len(self._window))
         if text.endswith(_HOLE) or len(text) < len(before):
             return ""

@@ -22,6 +22,7 @@ from specdial.engine.trace.schema import (
     MODEL_MARK,
     NON_NEGATIVE,
     OPS,
+    PARTS,
     PROBES,
     TABLES,
     TRACE_SCHEMA,
@@ -60,7 +61,10 @@ def read_trace(path: str | Path) -> Trace:
     tables = {}
     for name, schema in TABLES.items():
         parts = [path / part.name.replace("rounds", name, 1) for part in finished]
-        found = [read_table(part, schema, of_model=meta["model"]["digest"]) for part in parts if part.exists()]
+        there = [part for part in parts if part.exists()]
+        if there and len(there) < len(parts) and name in PARTS:
+            raise UserError(f"{next(part for part in parts if part not in there)} is missing", REMEDY)
+        found = [read_table(part, schema, of_model=meta["model"]["digest"]) for part in there]
         tables[name] = pa.concat_tables(found) if found else schema.empty_table()
         check_table(tables[name], name, path)
     known = {int(d["doc"]) for d in meta["documents"]}

@@ -130,6 +130,7 @@ LATER_COLUMNS: dict[str, str | None] = {
     "exposed_us": None,
 }
 
+PARTS = ("rounds", "drafts", "outputs")  # that every document of a trace has if one has it
 TABLES: dict[str, pa.Schema] = {
     "drafts": DRAFTS,
     "outputs": OUTPUTS,

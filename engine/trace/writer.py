@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from specdial.engine.trace.meta import read_meta
-from specdial.engine.trace.schema import COSTS, COSTS_SCHEMA, LATER_COLUMNS, MODEL_MARK, TABLES, TRACE_SCHEMA
+from specdial.engine.trace.schema import COSTS, COSTS_SCHEMA, LATER_COLUMNS, MODEL_MARK, PARTS, TABLES, TRACE_SCHEMA
 from specdial.policies.artifact import TEMPORARY, write_bytes_atomic, write_json_atomic
 from specdial.policies.errors import UserError
 
@@ -40,8 +40,9 @@ class TraceWriter:
             write_json_atomic(path, content)
 
     def finished(self) -> set[int]:
-        """Documents whose every part is on disk."""
-        return {int(part.stem.split("-")[1]) for part in self.out.glob("rounds-*.parquet")}
+        """Documents whose every part is on disk, of the kinds that any document has."""
+        parts = [{int(part.stem.split("-")[1]) for part in self.out.glob(f"{name}-*.parquet")} for name in PARTS]
+        return set.intersection(*(found for found in parts if found)) if parts[0] else set()
 
     def write(self, doc: int, tables: Mapping[str, Columns]) -> None:
         """Write one finished document's tables; columns are given by name, in any order."""

@@ -132,11 +132,12 @@ def run(settings: Mapping[str, Any], job: Job | None = None) -> dict[str, Any]:
                 bar.advance(len(group))
             else:
                 record_group(group)
-    _print(out, job, policy, totals, resumed=len(finished), synthetic=bool(synthetic))
+    resumed = len(job.documents) - totals["documents"]
+    _print(out, job, policy, totals, resumed=resumed, synthetic=bool(synthetic))
     found = {"fidelity": summary(strayed)} if strayed else {}
     for name, value in found.get("fidelity", {}).items():
         table_console().print(f"{name} {value}")
-    return {"out": str(out), "resumed_documents": len(finished), **said_of(synthetic), **found, **totals}
+    return {"out": str(out), "resumed_documents": resumed, **said_of(synthetic), **found, **totals}
 
 
 def _probed(s: Settings, policy: Policy) -> list[Policy]:

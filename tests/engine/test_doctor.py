@@ -50,6 +50,17 @@ def test_every_kernel_folder_is_tried():
     assert {name.split()[0] for name in self_test.CASES} == folders
 
 
+def test_a_nan_in_any_output_is_no_result(monkeypatch):
+    second = iter([float("nan"), 1.0])  # of the kernel, then of its reference
+
+    def spoiled(inputs, backend):
+        return [torch.ones(3), torch.full((3,), next(second)), torch.ones(3)]
+
+    monkeypatch.setattr(self_test, "CASES", {"spoiled": spoiled})
+    (trial,) = self_test.run_kernels(torch.device("cpu"), torch.float32)
+    assert not trial.ok
+
+
 def test_a_wrong_kernel_and_one_that_does_not_compile(check, monkeypatch, capsys):
     def wrong(inputs, backend):
         return [torch.full((3,), 1.0 if backend == "reference" else 1.5)]

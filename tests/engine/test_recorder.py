@@ -29,7 +29,8 @@ def random_rounds(generator, batch, count, *, sampled, plain=False):
         k[~active] = generator.integers(0, 2)  # what the others hold must not matter
         width = int(k.max()) + int(generator.integers(0, 3))
         accepted = np.minimum(generator.integers(0, 9, batch), k)
-        emitted = [list(range(int(n) + 1)) if a else [] for n, a in zip(accepted, active)]
+        cut = (finish == number + 1) & (accepted > 0) & (generator.random(batch) < 0.5)  # a stop among them
+        emitted = [list(range(int(n) + 1 - c)) if a else [] for n, a, c in zip(accepted, active, cut)]
         signals = Signals(*generator.random((3, batch, max(width, 1)), dtype=np.float32).astype(np.float64))
         probability = generator.random((batch, width), dtype=np.float32) if sampled else None
         drafts = np.zeros((batch, width), dtype=np.int64)
@@ -62,7 +63,7 @@ def row_by_row(given, rounds):
                     "entropy_nats": r.signals.entropy_nats[b, i], "top1_prob": r.signals.top1_prob[b, i],
                     "margin": r.signals.margin[b, i], "match": i < r.accepted[b],
                     "accept_prob": None if r.accept_prob is None else float(r.accept_prob[b, i]),
-                    "reached": i <= r.accepted[b],
+                    "reached": i < r.accepted[b] or (i == r.accepted[b] and len(r.emitted[b]) > i),
                 }  # fmt: skip
                 for name, value in row.items():
                     tables[b]["drafts"][name].append(value)

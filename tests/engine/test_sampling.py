@@ -81,8 +81,9 @@ def test_top_k_and_top_p_keep_the_right_tokens():
     assert distribution(logits, Sampling(temperature=1.0, top_p=0.0)).argmax() == 0
 
 
-def test_a_tiny_temperature_is_greedy_not_nan():
-    p = distribution(torch.tensor([[1.0, 3.0, 2.9]]), Sampling(temperature=1e-40))
+@pytest.mark.parametrize("temperature", [1e-40, 1e-46, 1e-300])
+def test_a_tiny_temperature_is_greedy_not_nan(temperature):
+    p = distribution(torch.tensor([[1.0, 3.0, 2.9]]), Sampling(temperature=temperature))
     assert p.tolist() == [[0.0, 1.0, 0.0]]
 
 

@@ -210,7 +210,10 @@ def test_sentencepiece_merges_scores_and_falls_back_to_bytes():
     assert [names[i] for i in tokenizer.encode("é")] == ["▁", "<0xC3>", "<0xA9>"]
     assert tokenizer.encode("hello", add_special=True)[0] == 1
     for text in ("hello world", "é 語 🙂", "  two  spaces "):
-        assert tokenizer.decode(tokenizer.encode(text)) == text
+        ids = tokenizer.encode(text)
+        assert tokenizer.decode(ids) == text
+        stream = tokenizer.stream()  # rounds without an accepted draft push nothing
+        assert "".join(stream.push(part) for i in ids for part in ([], [i], [])) + stream.finish() == text
 
 
 @pytest.mark.parametrize(("pre", "adds"), [("smollm", False), ("qwen2", False), ("llama-bpe", True)])

@@ -79,6 +79,23 @@ def test_a_finished_recording_is_not_done_again(shared, tmp_path):
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "t").iterdir()} == before
 
 
+@pytest.mark.parametrize("name", ["outputs", "drafts", "rounds"])
+def test_a_part_that_was_deleted_is_missed_and_recorded_again(shared, tmp_path, name):
+    """Of documents 0, 1 | 2 the second is done again with the first of its batch, and counted so."""
+    settings = {**shared, "policy": FIXED, "batch": 2, "out": str(tmp_path / "t")}
+    record.run(settings)
+    before = read_trace(tmp_path / "t")
+    (tmp_path / "t" / f"{name}-00001.parquet").unlink()
+    if name != "rounds":
+        with pytest.raises(UserError, match=f"{name}-00001.parquet is missing"):
+            read_trace(tmp_path / "t")
+    found = record.run(settings)
+    assert (found["documents"], found["resumed_documents"]) == (2, 1)
+    again = read_trace(tmp_path / "t")
+    assert rows(again.outputs) == rows(before.outputs)
+    assert len(rows(again.drafts)) == len(rows(before.drafts))
+
+
 def test_a_recording_with_other_settings_is_refused(shared, tmp_path):
     record.run({**shared, "policy": FIXED, "out": str(tmp_path / "t")})
     for changes in ({"policy": RATE}, {"policy": FIXED, "sampling": {"temperature": 0.5}}):
