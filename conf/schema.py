@@ -117,6 +117,10 @@ def _merge(policy: Policy, overrides: dict[str, Any]) -> dict[str, Any]:
         same_kind = "kind" not in given or given["kind"] == whole[part].get("kind")
         merged = {**whole[part], **given} if same_kind and part != "controller" else given
         if merged != whole[part]:
+            own = next((i for i, cell in enumerate(policy.cells) if part in cell.overrides), None)
+            if own is not None:
+                cause = f"{part} is given, and policy {policy.name} overrides it in cells[{own}]"
+                raise UserError(cause, "edit its file, or name a policy without cells")
             changed, plain[part] = True, merged
     if changed:
         if plain["drafter"]["kind"] == "none" and plain["controller"]["kind"] != "none":

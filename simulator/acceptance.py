@@ -71,13 +71,15 @@ class RateFit:
 
 
 def judged_drafts(record: Record, split: str | None = None, arms: Sequence[int] | None = None) -> Judged:
-    """The judged drafts of some arms (all when None) and of one split (all when None)."""
+    """The judged drafts of some arms (all when None) and of one split (all when None): none past an output's end."""
     width = max(len(record.arms), 1)
+    rows = record.documents.rows(split)
+    left = record.documents.left(rows)
     features, labels = [], []
     for arm in range(len(record.arms)) if arms is None else arms:
-        cells = record.documents.rows(split) * width + arm
+        cells = rows * width + arm
         depth = np.arange(record.k_max)[:, None]
-        reached = (depth <= record.run[cells]) & (depth < record.depths[cells])  # [K, rows]
+        reached = (depth <= record.run[cells]) & (depth < np.minimum(record.depths[cells], left))  # [K, rows]
         budget = float(record.budget(arm))
         age = np.broadcast_to(np.log1p(record.age_of(cells)), reached.shape)[reached]
         columns = [

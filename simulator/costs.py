@@ -35,7 +35,8 @@ def operation(op: str, drafter: str = USUAL, source: str = "") -> str:
 class CostModel:
     """Costs of every `operation` by name. `meta` says of which model and machine; own_rounds: from a trace's rounds.
 
-    plain_gbps: bytes that plain decoding must move over its time, at the longest measured context.
+    plain_gbps: bytes that plain decoding must move over its time, at the longest measured context. assumed: of another
+    machine than was measured, what it would be.
     """
 
     measured: dict[str, Measured]
@@ -43,6 +44,7 @@ class CostModel:
     source: str
     own_rounds: bool = False
     plain_gbps: float | None = None
+    assumed: str | None = None
     _seen: dict[tuple[str, str, str, int, int, int, float], tuple[float, bool]] = field(default_factory=dict)
 
     @classmethod

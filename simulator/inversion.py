@@ -85,8 +85,9 @@ def verify_ratio(outcome: Outcome) -> float | None:
 
 def tail_acceptance(record: Record, arm: int, split: str | None = None) -> Floats:
     """[K] share of positions at which draft k = 1..K would be accepted, among those where it was recorded."""
-    cells = record.documents.rows(split) * len(record.arms) + arm
-    run, depths = record.run[cells], record.depths[cells]
+    rows = record.documents.rows(split)
+    cells = rows * len(record.arms) + arm
+    run, depths = record.run[cells], np.minimum(record.depths[cells], record.documents.left(rows))
     ks = np.arange(1, record.k_max + 1)[:, None]
     return np.asarray((run >= ks).sum(axis=1) / np.maximum((depths >= ks).sum(axis=1), 1))
 

@@ -49,6 +49,12 @@ class Documents:
         parts = [np.arange(self.offset[i], self.offset[i] + self.end[i] - self.start[i]) for i in chosen]
         return np.unique(np.concatenate([np.zeros(0, np.int64), *parts]))
 
+    def left(self, rows: Ints) -> Ints:
+        """Tokens of its document's output from each row's position on, [rows]."""
+        order = np.argsort(self.offset, kind="stable")
+        mine = order[np.searchsorted(self.offset[order], rows, side="right") - 1]
+        return np.asarray((self.end - self.start + self.offset)[mine] - rows)
+
     def filling(self, batch: int) -> "Documents":
         """The same in whole batches, the first ones again in what is left of the last."""
         return self.take(np.arange(-(-len(self) // batch) * batch) % len(self))
@@ -128,11 +134,11 @@ def read_documents(trace: Trace) -> Documents:
 def longest_k(trace: Trace) -> Ints:
     """[rounds] the longest draft of the batch that each round was part of: its times are the batch's.
 
-    Of imported logs, which do not say what decoded together, each round's own k.
+    Of imported logs, which do not say what decoded together, and of mixed documents each round's own k.
     """
     k: Ints = trace.rounds["k"].to_numpy().astype(np.int64)
     batch = int(trace.meta.get("batch", 1))
-    if batch == 1 or "imported" in trace.meta or not len(k):
+    if batch == 1 or "imported" in trace.meta or "mixed" in trace.meta or not len(k):
         return k
     group = {int(entry["doc"]): i // batch for i, entry in enumerate(trace.meta["documents"])}
     mine = np.array([group[doc] for doc in trace.rounds["doc"].to_pylist()])

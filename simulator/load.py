@@ -9,6 +9,8 @@ from specdial.policies.artifact import digest_of
 from specdial.policies.errors import UserError
 from specdial.simulator.costs import CostModel
 
+REPEATED = "documents repeated, intervals too narrow"
+
 
 def load_costs(path: str | None, trace: Trace) -> CostModel:
     """The cost table at `path`, or the trace's own rounds. Raises UserError when it times another model."""
@@ -25,13 +27,26 @@ def load_costs(path: str | None, trace: Trace) -> CostModel:
 
 
 def caveats(trace: Trace, costs: CostModel) -> list[str]:
-    """What any result of these must say: random weights, acceptance that was set instead of found."""
+    """What any result of these must say: random weights, acceptance that was set instead of found, another machine."""
+    return [*trace_caveats(trace), *cost_caveats(trace, costs)]
+
+
+def trace_caveats(trace: Trace) -> list[str]:
+    """What any use of a trace must say."""
+    mixed = trace.meta.get("mixed") or {}
     known = {
-        "random weights": trace.meta["model"].get("random") or costs.meta.get("model", {}).get("random"),
+        "random weights": trace.meta["model"].get("random"),
         "synthetic acceptance": trace.meta.get("synthetic_acceptance"),
-        "costs under synthetic acceptance": costs.meta.get("acceptance"),
+        REPEATED: mixed and mixed.get("distinct", 0) < len(trace.meta["documents"]),
     }
     return [words for words, holds in known.items() if holds]
+
+
+def cost_caveats(trace: Trace, costs: CostModel) -> list[str]:
+    """What costs add to what their trace says."""
+    random = costs.meta.get("model", {}).get("random") and not trace.meta["model"].get("random")
+    known = {"random weights": random, "costs under synthetic acceptance": costs.meta.get("acceptance")}
+    return [*(words for words, holds in known.items() if holds), *([costs.assumed] if costs.assumed else [])]
 
 
 def marked(title: str, words: list[str]) -> str:

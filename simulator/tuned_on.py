@@ -102,7 +102,7 @@ def tuned_on(record: Record, costs: CostModel, policy: Policy, split: str | None
         documents = count_documents(record.trace, policy.k_max, bare, chosen)
     else:
         [log] = replay_rounds(record, [policy], split, batch)
-        columns = {"doc": log.doc, "context_tokens": log.context_tokens, "k": log.k, "accepted": log.accepted}
+        columns = {name: getattr(log, name) for name in ("doc", "context_tokens", "k", "accepted", "emitted")}
         documents = [_counts(rows, policy.k_max, 0.0) for _, rows in _by_document(columns)]
     if not documents:
         raise UserError(f"trace {record.trace.path} has no rounds of split {split!r}", "name another split")
@@ -114,7 +114,7 @@ def count_documents(trace: Trace, k_max: int, expected: TunedOn, docs: Ints | No
 
     Its time is its batch's, so the longest draft of that is priced; in a smaller last batch it is not compared.
     """
-    names = ("doc", "context_tokens", "k", "accepted", "draft_us", "verify_us", "select_us", "host_us")
+    names = ("doc", "context_tokens", "k", "accepted", "emitted", "draft_us", "verify_us", "select_us", "host_us")
     columns = {name: trace.rounds[name].to_numpy() for name in names}
     columns["partial"] = np.array(trace.rounds["mode"].to_pylist()) == PARTIAL
     columns["longest_k"] = longest_k(trace)
@@ -168,7 +168,8 @@ def _by_document(columns: dict[str, Any]) -> list[tuple[int, dict[str, Any]]]:
 
 def _counts(rows: dict[str, Any], k_max: int, excess_log: float) -> DocumentCounts:
     depth = np.arange(k_max)[:, None]
-    judged = ((rows["k"] > depth) & (rows["accepted"] >= depth)).sum(axis=1)
+    right = np.where(rows["emitted"] > rows["accepted"], rows["accepted"], rows["accepted"] - 1)  # of the last judged
+    judged = ((rows["k"] > depth) & (right >= depth)).sum(axis=1)
     accepted = (np.minimum(rows["accepted"], rows["k"]) > depth).sum(axis=1)
     start = int(rows["context_tokens"].min())
     return DocumentCounts(start, tuple(judged.tolist()), tuple(accepted.tolist()), excess_log)

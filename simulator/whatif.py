@@ -46,12 +46,13 @@ def on_other_hardware(costs: CostModel, bandwidth_ratio: float, compute_ratio: f
         name: _scaled(found, weights_us if found.op in READS_WEIGHTS else 0.0, bandwidth_ratio, compute_ratio)
         for name, found in costs.measured.items()
     }
-    source = f"{costs.source}, as if with {bandwidth_ratio:g}x bandwidth and {compute_ratio:g}x compute"
+    assumed = f"as if with {bandwidth_ratio:g}x bandwidth and {compute_ratio:g}x compute"
     gbps = costs.plain_gbps
     if gbps is not None:
         longest = costs.measured["plain"].points[:, CONTEXT].argmax()
         gbps *= float(costs.measured["plain"].values_us[longest] / measured["plain"].values_us[longest])
-    return replace(costs, measured=measured, source=source, plain_gbps=gbps, _seen={})
+    source = f"{costs.source}, {assumed}"
+    return replace(costs, measured=measured, source=source, plain_gbps=gbps, assumed=assumed, _seen={})
 
 
 def _us_per_byte(costs: CostModel) -> float:

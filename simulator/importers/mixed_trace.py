@@ -42,11 +42,12 @@ def write_mixed(out: Path, trace: Trace, mix: Sequence[dict[str, Any]], document
     entries = [
         {**entry, "doc": i, "name": f"{entry.get('name', entry['doc'])} as {i}"} for i, entry in enumerate(chosen)
     ]
-    mixed = {"mix": list(mix), "covered_frac": share, "source": trace.path.name}
+    distinct = len({e["doc"] for e in chosen})
+    mixed = {"mix": list(mix), "covered_frac": share, "source": trace.path.name, "distinct": distinct}
     writer = TraceWriter(out, {**trace.meta, "documents": entries, "mixed": mixed})
     for number, entry in enumerate(chosen):
         writer.write(number, {name: _rows(getattr(trace, name), entry["doc"], number) for name in TABLES})
-    return {"documents": documents, "distinct": len({e["doc"] for e in chosen}), "covered_frac": share}
+    return {"documents": documents, "distinct": distinct, "covered_frac": share}
 
 
 def _rows(table: pa.Table, doc: int, number: int) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from specdial.policies.file import load_policy, policy_digest, save_policy, shor
 from specdial.policies.schema import Policy
 from specdial.simulator.drift import Verdict, acceptance_scores, cost_scores, judge, stratum
 from specdial.simulator.lanes import read_record
-from specdial.simulator.load import load_costs, trace_digest
+from specdial.simulator.load import load_costs, marked, trace_caveats, trace_digest
 from specdial.simulator.tuned_on import DocumentCounts, TunedOn, count_documents, read_tuned_on, thinned, tuned_on
 
 SCHEMA = "specdial/drift/1"
@@ -50,6 +50,7 @@ class Settings:
 def run(settings: dict[str, Any]) -> dict[str, Any]:
     """Compare, print, write `out` (JSON). Returns {alarm, acceptance, costs, strata ...}."""
     s = parse(Settings, settings)
+    _check(s)
     policy = load_policy(s.policy)
     tuned = _tuned_on(s, policy)
     found: dict[str, Any] = {"alarm": False, "tuned_documents": len(tuned.documents)}
@@ -65,15 +66,17 @@ def run(settings: dict[str, Any]) -> dict[str, Any]:
     batch = int(trace.rounds["batch"].to_numpy().max())
     costs = judge(tuned.documents, live, cost_scores(s.tolerance_frac), s.alpha / 2, s.seed + 1)
     why_no_costs = _no_costs(tuned, live, batch)
+    set_by_hand = trace.meta.get("synthetic_acceptance")
     content: dict[str, Any] = {
         **found,
         "schema": SCHEMA,
         "policy": policy.name,
         "policy_digest": policy_digest(policy),
+        "caveats": trace_caveats(trace),
         "trace_digest": trace_digest(trace),
         "alpha": s.alpha,
         "live_documents": len(live),
-        "acceptance": _plain(acceptance, trace) if policy.k_max else None,
+        "acceptance": _plain(acceptance, trace) if policy.k_max and not set_by_hand else None,
         "costs": None if why_no_costs else _plain(costs, trace),
         "strata": _strata(tuned.documents, live),
     }
@@ -84,11 +87,19 @@ def run(settings: dict[str, Any]) -> dict[str, Any]:
     return content
 
 
+def _check(s: Settings) -> None:
+    """Raises UserError where a setting would change nothing, or there is nothing to do."""
+    if s.reference is None:
+        given = next((name for name in ("stamp", "costs", "split") if getattr(s, name) is not None), None)
+        if given is not None:
+            raise UserError(f"{given} is given without a reference", "add reference=TRACE, what it was tuned on")
+    if s.trace is None and (s.out is not None or s.stamp is None):
+        what = "out is given, and there is no trace to judge" if s.out is not None else "trace is missing"
+        raise UserError(what, "add trace=LIVE, or stamp=FILE with a reference=TRACE")
+
+
 def _tuned_on(s: Settings, policy: Policy) -> TunedOn:
     if s.reference is None:
-        if s.stamp is not None or s.trace is None:
-            what = "stamp is given without a reference" if s.stamp is not None else "trace is missing"
-            raise UserError(what, "add reference=TRACE, the trace the policy was tuned on, or trace=LIVE")
         found = read_tuned_on(policy)
         if found is None:
             raise UserError(
@@ -96,9 +107,10 @@ def _tuned_on(s: Settings, policy: Policy) -> TunedOn:
             )
         return found
     record = read_record(read_trace(s.reference))
-    return tuned_on(
-        record, load_costs(s.costs, record.trace), policy, s.split, int((policy.expected or {}).get("batch", 1))
-    )
+    batch = (policy.expected or {}).get("batch", 1)
+    if not isinstance(batch, int) or isinstance(batch, bool) or batch < 1:
+        raise UserError(f"policy {policy.name}: expected.batch is {batch!r}", "give a whole number from 1 on, or none")
+    return tuned_on(record, load_costs(s.costs, record.trace), policy, s.split, batch)
 
 
 def _live(where: str, policy: Policy) -> Trace:
@@ -168,7 +180,8 @@ def _by_depth(documents: list[DocumentCounts], part: str) -> np.ndarray:
 
 
 def _print(content: dict[str, Any], why_no_costs: str | None) -> None:
-    table = Table(title=f"{content['policy']}: tuned against live", title_justify="left")
+    title = marked(f"{content['policy']}: tuned against live", content["caveats"])
+    table = Table(title=title, title_justify="left")
     for column in ("context", "documents", "accepted", "time / expected"):
         table.add_column(column, justify="left" if column == "context" else "right")
     for row in content["strata"]:

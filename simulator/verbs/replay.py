@@ -132,7 +132,9 @@ def resolve_policy(value: object, number: int = 0) -> Policy:
 
 
 def _write_policies(out: Path, result: _Result, digest: str, split: str) -> None:
-    """A file for every policy that has a predicted speed, numbered where several share a name."""
+    """A file for every policy that has a predicted speed here, numbered where several share a name."""
+    if result.costs.assumed:  # nothing here could be held to it
+        return
     priced = [outcome for outcome in result.outcomes if outcome.speedup is not None]
     names = [outcome.policy.name for outcome in priced]
     for i, outcome in enumerate(priced):

@@ -187,7 +187,7 @@ def test_a_policy_can_be_a_name_a_file_or_a_folder(tmp_path, monkeypatch):
     assert settings_of("validate", "policy=found")["policies"][0]["expected"] == {"speedup": 2.0}
 
 
-def test_overrides_change_parts_of_a_policy_and_drop_what_was_expected_of_the_old(tmp_path, monkeypatch):
+def test_overrides_change_parts_of_a_policy_and_drop_what_was_expected_of_the_old(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     whole = {"controller": {"kind": "rate", "gamma": 0.9}, "expected": {"speedup": 2.0}, "measured": {"speedup": 1.9}}
     save_policy(policy_from_mapping({"name": "p", **whole, "provenance": {"model_digest": "0"}}), tmp_path / "p.yaml")
@@ -201,6 +201,12 @@ def test_overrides_change_parts_of_a_policy_and_drop_what_was_expected_of_the_ol
     assert fixed["controller"] == {"kind": "fixed", "k": 7}
     drawn = settings_of("run", "policy=plain", "controller=fixed")["policy"]
     assert drawn["drafter"] == {"kind": "sparse_self"}  # plain drafts with nothing
+    cells = [{"overrides": {"controller": {"kind": "fixed", "k": 2}}}]
+    save_policy(policy_from_mapping({"name": "c", **whole, "cells": cells}), tmp_path / "c.yaml")
+    with pytest.raises(SystemExit):
+        settings_of("run", "policy=c.yaml", "controller=none")
+    assert "controller is given, and policy c overrides it in cells[0]" in capsys.readouterr().err
+    assert settings_of("run", "policy=c.yaml", "draft_kv.budget=300")["policy"]["draft_kv"]["budget"] == 300
 
 
 def test_export_writes_a_policy_that_loads(cli, tmp_path):

@@ -199,7 +199,7 @@ def test_a_round_s_time_is_held_against_its_batch_s_longest_draft():
     """Two documents decoded together and a third alone, whose time nothing tuned says."""
     rows = [(3, 0, 2, 1), (3, 1, 2, 4), (5, 0, 2, 3), (5, 1, 2, 0), (6, 0, 1, 2)]  # doc, round, batch, k
     doc, number, batch, k = (list(column) for column in zip(*rows))
-    part = {"context_tokens": [500] * 5, "accepted": [0] * 5, "mode": ["full"] * 5}
+    part = {"context_tokens": [500] * 5, "accepted": [0] * 5, "emitted": [1] * 5, "mode": ["full"] * 5}
     rest = dict.fromkeys(("verify_us", "select_us", "host_us"), [2.0] * 5)
     drafted = {"k": k, "draft_us": [30.0, 40.0, 30.0, 40.0, 99.0]}
     table = pa.table({"doc": doc, "round": number, "batch": batch, **drafted, **part, **rest})
@@ -210,3 +210,40 @@ def test_a_round_s_time_is_held_against_its_batch_s_longest_draft():
     costs = tuple(RoundCost(500, drafts, 10.0 * drafts + 6.0) for drafts in range(5))
     found = count_documents(trace, 4, TunedOn(1, (), costs, batch=2))
     assert [d.excess_log for d in found] == [pytest.approx(0.0), pytest.approx(0.0), 0.0]
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"trace": "live", "costs": "c"}, "costs is given without a reference"),
+        ({"trace": "live", "split": "train"}, "split is given without a reference"),
+        ({"reference": "t", "stamp": "s", "out": "o"}, "out is given, and there is no trace to judge"),
+        ({"reference": "t"}, "trace is missing"),
+        ({"stamp": "s", "trace": "live"}, "stamp is given without a reference"),
+    ],
+)
+def test_what_would_change_nothing_is_refused(stamped, given, says):
+    with pytest.raises(UserError, match=says):
+        drift.run({"policy": str(stamped / "best.yaml"), **given})
+
+
+@pytest.mark.parametrize("batch", ["many", 0, 2.5, True, None])
+def test_a_batch_that_is_none_is_named(stamped, tmp_path, batch):
+    policy = policy_from_mapping({**FIXED, "expected": {"batch": batch}})
+    save_policy(policy, tmp_path / "p.yaml")
+    given = {"reference": str(stamped / "tuned"), "costs": str(stamped / "costs"), "stamp": str(tmp_path / "s.yaml")}
+    with pytest.raises(UserError, match=r"expected\.batch is "):
+        drift.run({"policy": str(tmp_path / "p.yaml"), **given})
+
+
+def test_a_live_trace_says_what_of_it_is_not_real(stamped, tmp_path, capsys):
+    """Random weights; and acceptance that was set is not judged."""
+    policy = load_policy(stamped / "best.yaml")
+    live_trace(tmp_path / "live", policy, SHAPE)
+    given = {"policy": str(stamped / "best.yaml"), "trace": str(tmp_path / "live")}
+    assert drift.run(given)["caveats"] == ["random weights"]
+    assert "(random weights)" in capsys.readouterr().out
+    meta = json.loads((tmp_path / "live" / "meta.json").read_text())
+    (tmp_path / "live" / "meta.json").write_text(json.dumps({**meta, "synthetic_acceptance": [0.7]}))
+    found = drift.run(given)
+    assert (found["acceptance"], found["caveats"]) == (None, ["random weights", "synthetic acceptance"])

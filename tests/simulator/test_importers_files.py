@@ -9,6 +9,7 @@ from specdial.engine.trace.reader import read_trace
 from specdial.engine.workloads import WorkloadSpec, build
 from specdial.policies.errors import UserError
 from specdial.simulator.lanes import read_record
+from specdial.simulator.load import trace_caveats
 from specdial.simulator.synthetic import Shape, write_trace
 from specdial.simulator.verbs import import_logs
 
@@ -41,6 +42,8 @@ def test_traffic_becomes_a_mix_and_puts_a_recording_in_it(tmp_path, capsys):
     told = import_logs.run({**again, "out": str(tmp_path / "mixed")})
     assert told["mixed"] == {"documents": 7, "distinct": 3, "covered_frac": pytest.approx(0.75)}
     mixed, book = read_record(read_trace(tmp_path / "mixed" / "trace")), read_record(read_trace(tmp_path / "book"))
+    assert trace_caveats(mixed.trace)[-1] == "documents repeated, intervals too narrow"
+    assert trace_caveats(mixed.trace)[:-1] == trace_caveats(book.trace)
     assert np.array_equal(mixed.run[-len(book.run) // 3 :], book.run[: len(book.run) // 3])  # the seventh is the first
     rows[0]["input_length"] = 70_000
     source = write_lines(tmp_path / "long.jsonl", rows[:1])

@@ -72,6 +72,14 @@ def test_what_was_not_real_is_said_with_every_result(settings, tmp_path, capsys)
     assert ", ".join(words) in " ".join(capsys.readouterr().out.split())
 
 
+def test_another_machine_is_said_with_every_result_and_no_policy_is_written_for_it(settings, tmp_path, capsys):
+    run({**settings, "bandwidth_ratio": 2.0, "compute_ratio": 0.5, "out": str(tmp_path / "out")})
+    words = "as if with 2x bandwidth and 0.5x compute"
+    assert words in json.loads((tmp_path / "out" / "replay.json").read_text())["caveats"]
+    assert words in " ".join(capsys.readouterr().out.split())
+    assert not (tmp_path / "out" / "policies").exists()
+
+
 def test_a_second_run_elsewhere_configured_does_not_overwrite(settings, tmp_path):
     run({**settings, "out": str(tmp_path / "out")})
     before = (tmp_path / "out" / "replay.json").read_text()
