@@ -131,6 +131,11 @@ def read_documents(trace: Trace) -> Documents:
     )
 
 
+def has_signals(trace: Trace) -> bool:
+    """Do its drafts have entropies, probabilities and margins? Imported logs have none."""
+    return bool(trace.meta.get("imported", {}).get("signals", True))
+
+
 def longest_k(trace: Trace) -> Ints:
     """[rounds] the longest draft of the batch that each round was part of: its times are the batch's.
 

@@ -23,7 +23,7 @@ from specdial.policies.fields import parse, to_plain
 from specdial.policies.file import policy_digest
 from specdial.policies.schema import Drafter, Policy, policy_from_mapping
 from specdial.simulator.imputation import can_impute
-from specdial.simulator.lanes import Record
+from specdial.simulator.lanes import Record, has_signals
 
 Level = Literal["exact", "modelled", "refused"]
 
@@ -43,8 +43,8 @@ class Support:
 
 def support(record: Record, policy: Policy, batch: int = 1) -> Support:
     """Judge one policy against a record, documents decoding `batch` at a time."""
-    told = record.trace.meta.get("imported", {}).get("signals", True)
-    if not told and any(CONTROLLERS[v.controller.kind][1].adaptive for v in policy.variants() if v.k_max):
+    looks = any(CONTROLLERS[v.controller.kind][1].adaptive for v in policy.variants() if v.k_max)
+    if looks and not has_signals(record.trace):
         return _refused("the logs that were imported do not say how sure each draft was: use controller fixed")
     partial = PARTIAL in pc.unique(record.trace.rounds["mode"]).to_pylist()
     if not policy.lossless:

@@ -14,7 +14,7 @@ from specdial.simulator.acceptance import (
     fit_rate,
     judged_drafts,
 )
-from specdial.simulator.lanes import Record
+from specdial.simulator.lanes import Record, has_signals
 from specdial.simulator.report.inputs import Inputs
 from specdial.simulator.report.section import Figure, Json, Section, chart, fold, key, layout, number, pair, rule, table
 
@@ -41,7 +41,7 @@ class Bin:
 def section(inputs: Inputs) -> Section:
     """Acceptance by entropy with the fitted curve; reliability on documents that the fit has not seen."""
     record = inputs.record
-    judged = None if record is None else judged_drafts(record)
+    judged = judged_drafts(record) if record is not None and has_signals(record.trace) else None
     if record is None or judged is None or not len(judged.label):
         return Section("entropy", TITLE, needs=NEEDS)
     entropy = judged.features[:, FEATURES.index("entropy_nats")]

@@ -11,6 +11,7 @@ import numpy as np
 
 from specdial.engine.trace.reader import Trace
 from specdial.engine.trace.schema import PLAIN
+from specdial.simulator.lanes import has_signals
 
 LANES = ("select", "draft", "verify", "host")  # parts of a round, in order of time
 Event = dict[str, Any]
@@ -88,7 +89,9 @@ def _add_document(
 
 
 def mean_entropy(trace: Trace) -> dict[tuple[int, int], float]:
-    """{(doc, position): mean entropy of the drafts that a round starting there asked for}."""
+    """{(doc, position): mean entropy of the drafts that a round starting there asked for}; {} where none is known."""
+    if not has_signals(trace):
+        return {}
     drafts, rounds = trace.drafts, trace.rounds
     arm = drafts["arm"].to_numpy()
     column = {name: drafts[name].to_numpy()[arm == 0] for name in ("doc", "position", "depth", "entropy_nats")}

@@ -6,12 +6,15 @@ import re
 import struct
 from collections import defaultdict
 from pathlib import Path
+from types import SimpleNamespace
 
 import pyarrow as pa
 import pytest
 
 from specdial.engine.trace.reader import Trace, read_trace
 from specdial.engine.trace.schema import DRAFTS, OUTPUTS, ROUNDS
+from specdial.simulator.lanes import read_record
+from specdial.simulator.report import entropy
 from specdial.simulator.report.tensorboard import masked_crc, write_events
 from specdial.simulator.report.timeline import LANES, chrome_trace
 from specdial.simulator.verbs import report
@@ -66,6 +69,16 @@ def test_a_batch_starts_together_and_counters_tell_the_round():
     assert starts == {1: 0.0, 2: 0.0, 8: 92.0}  # (10 + 20 + 1) + (20 + 40 + 1): after the longest of the batch
     counters = [(e["name"], *e["args"].values()) for e in events if e["ph"] == "C" and (e["pid"], e["ts"]) == (1, 0.0)]
     assert counters == [("k", 2), ("accepted", 0), ("context", 10), ("entropy", 1.5)]  # of the two drafts asked for
+
+
+def test_what_logs_did_not_say_of_drafts_is_not_shown():
+    """As nothing, not as 0 nats."""
+    trace = read_trace(RECORDED)
+    record = read_record(trace)
+    assert entropy.section(SimpleNamespace(record=record)).figures
+    trace.meta["imported"] = {"signals": False}
+    assert not {e["name"] for e in chrome_trace(trace)["traceEvents"]} & {"entropy"}
+    assert not entropy.section(SimpleNamespace(record=record)).figures
 
 
 def test_the_verb_writes_both(tmp_path, capsys):
