@@ -22,7 +22,7 @@ EXPLAINED = {
     "epochs": "times that every text is learned",
     "learning_rate": "step size of learning",
     "checkpoint_minutes": "how often an unfinished head is saved",
-    "import.hardware": "what the machine is called in what is written",
+    "import.hardware_name": "what the machine is called in what is written",
     "ignore_eos": "true: go on past the end of the text",
     "k_max": "longest draft",
     "ks": "draft lengths to measure; 0 is a verification without drafts",

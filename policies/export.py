@@ -25,14 +25,12 @@ Target = Literal["specdial", "vllm", "sglang", "tensorrt_llm", "transformers", "
 class Settings(Options):
     """Settings of `export`. out: the file to write, or a directory to name it in. target: whose format.
 
-    alternatives: a policy file or a directory of them, whose predictions may tell what lowering loses. The rest is of
-    exporters.options.Options.
+    The rest is of exporters.options.Options.
     """
 
     policy: dict[str, Any]
     out: str
     target: Target = "specdial"
-    alternatives: str | None = None
 
 
 def run(settings: Mapping[str, Any]) -> dict[str, Any]:

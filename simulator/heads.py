@@ -91,9 +91,11 @@ class FoundHeads:
 def search_heads(trace: AttentionTrace, search: HeadSearch, split: str | None = None) -> FoundHeads:
     """The three stages on the trace's documents of a split. Without draft rows only the first has anything to choose.
 
-    Raises UserError when the split is empty, when rows hold no window, when a budget cannot hold sink and recent, or
-    when no target layer looks at the needle enough.
+    Raises UserError when the split is empty, when rows hold no window, when there is no stage budget or a budget cannot
+    hold sink and recent, or when no target layer looks at the needle enough.
     """
+    if not search.stage_budgets:
+        raise UserError("search.stage_budgets is empty", "give at least one, as in search.stage_budgets=[128,256]")
     given = cases(trace, split, window=search.window, steps=search.steps)
     best = {source: _looking(trace, source, search) for source in (TARGET, DRAFT)}
     if not best[TARGET]:

@@ -20,6 +20,7 @@ USES = {
     "vllm_context_ranges": ("vllm",),
     "trtllm_schedule": ("tensorrt_llm",),
     "trace": ("profile",),
+    "alternatives": ENGINES,
 }
 
 
@@ -32,7 +33,8 @@ class Options:
     context that a cell starts at, and the batch of the policy's prediction. max_batch: where open batch ranges end.
     vllm_context_ranges: write k by context as well, in the five-number form that no release of vLLM reads.
     trtllm_schedule: whether a key of draft_len_schedule is the last batch of its range (current) or its first (older).
-    trace: a record that a profile is counted from.
+    trace: a record that a profile is counted from. alternatives: a policy file or a directory of them, whose
+    predictions may tell what lowering loses.
     """
 
     stand_in: Literal["lookup", "model", "eagle", "eagle3"] | None = None
@@ -43,6 +45,7 @@ class Options:
     vllm_context_ranges: bool = False
     trtllm_schedule: Literal["upto", "from"] = "upto"
     trace: str | None = None
+    alternatives: str | None = None
 
     def check(self, target: str) -> None:
         """Raises UserError on what the target does not use, and where a stand-in lacks its model."""

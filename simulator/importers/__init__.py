@@ -34,4 +34,4 @@ IMPORTERS: dict[str, tuple[Kind, Callable[[Path], Any]]] = {
     "step_times": ("costs", step_times.read),
 }
 
-__all__ = ["IMPORTERS"]
+__all__ = ["IMPORTERS", "Kind"]

@@ -86,11 +86,11 @@ def json_lines(path: Path) -> Iterator[Line]:
 def csv_lines(path: Path, needed: tuple[str, ...]) -> Iterator[Line]:
     """The rows of a CSV file with a header that has at least these names, quotes included."""
     reader = csv.reader(text for _, text in text_lines(path))
-    header = [name.strip().removeprefix("\ufeff") for name in next(reader, [])]
-    missing = [name for name in needed if name not in header]
-    if missing:
-        raise UserError(f"{path} line 1: the header lacks {missing[0]}", f"name the columns {', '.join(needed)}")
     try:
+        header = [name.strip().removeprefix("\ufeff") for name in next(reader, [])]
+        missing = [name for name in needed if name not in header]
+        if missing:
+            raise UserError(f"{path} line 1: the header lacks {missing[0]}", f"name the columns {', '.join(needed)}")
         for row in reader:
             if any(cell.strip() for cell in row):
                 line = Line(path, reader.line_num, dict(zip(header, row, strict=False)))

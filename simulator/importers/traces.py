@@ -107,8 +107,7 @@ def _steps(request: Request) -> _Steps:
             f"{request.name}: its steps emitted {end - start - plain + 1} tokens, it has {request.new_tokens}",
             "mend or remove that line",
         )
-    for i in range(max(plain, 0)):  # steps that drafted nothing, at even distances
-        steps.insert(round((i + 1) * (len(steps) - i) / (plain + 1)) + i, (0, 0))
+    steps = _with_plain(steps, plain)
     found = _Steps(start, [], [], [], [], request.ordered and plain <= 0)
     position, sure = start, found.sure
     for drafted, accepted in steps:
@@ -123,6 +122,17 @@ def _steps(request: Request) -> _Steps:
     return _Steps(start, found.context_tokens, found.k, found.accepted, found.emitted, sure)
 
 
+def _with_plain(steps: list[tuple[int, int]], plain: int) -> list[tuple[int, int]]:
+    """The steps, and at even distances so many that drafted nothing."""
+    laid: list[tuple[int, int]] = []
+    done = 0
+    for i in range(plain):
+        upto = round((i + 1) * len(steps) / (plain + 1))
+        laid += (*steps[done:upto], (0, 0))
+        done = upto
+    return laid + steps[done:]
+
+
 def _tables(doc: int, request: Request, steps: _Steps, batch: int) -> dict[str, dict[str, Any]]:
     """The trace's tables of one document. Times, where there is one, are even shares of the whole."""
     n, zero = len(steps.k), np.zeros(len(steps.k))
@@ -133,7 +143,7 @@ def _tables(doc: int, request: Request, steps: _Steps, batch: int) -> dict[str, 
     rounds |= {"rounds_since_full": np.zeros(n, np.int64), "verify_us": each_us}
     rounds |= {"draft_us": zero, "select_us": zero, "host_us": zero}
     of = np.repeat(number, steps.k)  # [drafts] the round of each
-    depth = np.concatenate([np.arange(k) for k in steps.k]).astype(np.int64)
+    depth = np.arange(len(of)) - np.repeat(np.cumsum(steps.k) - steps.k, steps.k)
     accepted = np.array(steps.accepted)[of]
     drafts: dict[str, Any] = {"doc": np.full(len(of), doc), "round": of, "position": np.array(steps.context_tokens)[of]}
     drafts |= {"arm": np.zeros(len(of), np.int64), "depth": depth + 1, "accept_prob": [None] * len(of)}

@@ -19,13 +19,24 @@ from specdial.policies.console import table_console
 from specdial.policies.errors import UserError
 from specdial.policies.fields import parse, setting, to_plain
 from specdial.policies.schema import Drafter
-from specdial.simulator.importers import IMPORTERS
+from specdial.simulator.importers import IMPORTERS, Kind
 from specdial.simulator.importers.lengths import SCHEMA as MIX_SCHEMA
 from specdial.simulator.importers.lengths import mix_of
 from specdial.simulator.importers.mixed_trace import write_mixed
 from specdial.simulator.importers.prompts import write_prompts
 from specdial.simulator.importers.step_times import cost_rows
 from specdial.simulator.importers.traces import About, write_requests
+
+# Settings that only some kinds of what is written use.
+USES: dict[str, tuple[Kind, ...]] = {
+    "model_name": ("trace", "costs"),
+    "drafter": ("trace", "costs"),
+    "batch": ("trace",),
+    "documents": ("trace", "mix"),
+    "kv_bytes_per_token": ("trace", "costs"),
+    "hardware_name": ("trace", "costs"),
+    "trace": ("mix",),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +57,7 @@ class Settings:
     batch: int = setting(1, low=1, high=1 << 20)
     documents: int = setting(256, low=1, high=100_000)
     kv_bytes_per_token: float = setting(0.0, low=0.0)
-    hardware: str = "another engine"
+    hardware_name: str = "another engine"
     trace: str | None = None
 
 
@@ -56,10 +67,9 @@ def run(settings: dict[str, Any]) -> dict[str, Any]:
     if s.format not in IMPORTERS:
         raise UserError(f"format is {s.format!r}", f"use one of {', '.join(IMPORTERS)}")
     kind, read = IMPORTERS[s.format]
-    if s.trace is not None and kind != "mix":
-        raise UserError(f"trace is given, which format {s.format} does not use", "it is for mooncake and azure")
+    _check(s, kind)
     about = About(
-        s.format, Path(s.source).name, s.model_name, _drafter(s.drafter), s.batch, s.kv_bytes_per_token, s.hardware
+        s.format, Path(s.source).name, s.model_name, _drafter(s.drafter), s.batch, s.kv_bytes_per_token, s.hardware_name
     )
     found = read(Path(s.source))
     out = Path(s.out)
@@ -69,7 +79,7 @@ def run(settings: dict[str, Any]) -> dict[str, Any]:
         told = write_requests(out, found, about, s.documents)
     elif kind == "costs":
         rows = cost_rows(found, about.drafter.label)
-        hardware = {"device": "unknown", "name": s.hardware}
+        hardware = {"device": "unknown", "name": s.hardware_name}
         write_costs(out, {"model": about.model_block(), "hardware": hardware, "provenance": provenance()}, rows)
         told = {"measurements": len(found), "rows": len(rows), "drafter": about.drafter.label}
     elif kind == "mix":
@@ -80,6 +90,19 @@ def run(settings: dict[str, Any]) -> dict[str, Any]:
         told = {"records": len(found), "prompts": write_prompts(out, found)}
     _print(s, told)
     return {"kind": kind, "out": s.out, **told}
+
+
+def _check(s: Settings, kind: Kind) -> None:
+    """Raises UserError on what the format does not use."""
+    defaults = Settings(s.format, s.source, s.out)
+    for name, used in USES.items():
+        value = getattr(s, name)
+        given = any(v is not None for v in value.values()) if name == "drafter" else value != getattr(defaults, name)
+        if given and kind not in used:
+            formats = ", ".join(format_ for format_, (its, _) in IMPORTERS.items() if its in used)
+            raise UserError(f"{name} is given, which format {s.format} does not use", f"it is for {formats}")
+    if kind == "mix" and s.trace is None and s.documents != defaults.documents:
+        raise UserError("documents is given, and nothing is recorded in this mix", "add trace=DIRECTORY")
 
 
 def _drafter(given: dict[str, Any]) -> Drafter:

@@ -1,6 +1,7 @@
 """The surface benchmark: a dry run on tiny weights, and its arithmetic on made-up times."""
 
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 
 from specdial.policies.errors import UserError
 from specdial.policies.schema import plain_policy, policy_from_mapping
+from specdial.simulator.surface import compose
 
 
 @pytest.fixture
@@ -15,14 +17,60 @@ def surface(script):
     return script("search_surface")
 
 
-def test_dry_run_measures_a_surface_where_tune_says_that_it_pays(surface, tiny_checkpoint, capsys):
+@pytest.fixture
+def watched(surface, monkeypatch):
+    """watched(pays) -> the policies of every cell measured from here on, where `tune` finds that a surface pays.
+
+    It drafts at short contexts only and is beside a single policy that drafts; `tune` itself writes both.
+    """
+    find, measure, seen = surface.tune.find_surface, surface.measured, []
+
+    def found(record, costs, candidates, grid, *rest):
+        drafting = next(p for p in candidates if p.k_max)
+        chosen = np.array([[1], [0]])  # [contexts, batches]
+        composed = compose(drafting, [candidates[0], drafting], chosen, grid)
+        real = find(record, costs, candidates, grid, *rest)
+        return replace(real, policy=composed, single=drafting, pays=True)
+
+    def never(*given):
+        real = find(*given)
+        return replace(real, policy=real.single, pays=False)
+
+    def measured(job, groups, policies, repeats):
+        seen.append(policies)
+        return measure(job, groups, policies, repeats)
+
+    def watch(pays):
+        monkeypatch.setattr(surface.tune, "find_surface", found if pays else never)
+        monkeypatch.setattr(surface, "measured", measured)
+        return seen
+
+    return watch
+
+
+@pytest.mark.parametrize("pays", [True, False])
+def test_dry_run_measures_a_surface_where_tune_says_that_it_pays(surface, watched, tiny_checkpoint, capsys, pays):
+    seen = watched(pays)
     sizes = ["--contexts", "150", "300", "--batches", "1", "--train", "1", "--new-tokens", "4", "--trials", "10"]
     (row,) = surface.main(["--dry", "--model", str(tiny_checkpoint("qwen2")), "--workload", "novel", *sizes])
     assert [cell[:2] for cell in row["chosen"]] == [[150, 1], [300, 1]]
-    assert ("speedup" in row) == row["predicted"]["pays"]
+    assert row["predicted"]["pays"] == pays == ("gains nothing" not in row["case"])
     assert row["bar"]["met"] == (row["value"] > 0)
-    assert row["predicted"]["pays"] or "gains nothing" in row["case"]
     assert list(json.loads(capsys.readouterr().out.splitlines()[-1])) == [row["id"]]
+    if not pays:
+        assert (seen, row["value"]) == ([], 0.0)
+        assert not {"speedup", "cells"} & set(row)
+        return
+    single = row["predicted"]["single"]
+    assert [[p.name for p in policies] for policies in seen] == [["plain", "surface", f"single-{single}"]] * 2
+    _, composed, alone = seen[0]
+    assert [composed.variants()[composed.variant_index(c, 1)].k_max for c in (150, 300)] == [alone.k_max, 0]
+    assert [cell[:2] for cell in row["cells"]] == [[150, 1], [300, 1]]
+    for name, speedups in zip(("surface", "single"), np.array(row["cells"])[:, 2:].T, strict=True):
+        assert (speedups > 0).all()
+        assert row["speedup"][name] == pytest.approx(1.0 / (1.0 / speedups).mean(), rel=2e-3)
+    assert row["value"] == pytest.approx(100 * (1 - row["speedup"]["single"] / row["speedup"]["surface"]), abs=0.5)
+    assert row["outputs_differing_from_plain"] == 0
 
 
 def test_every_cell_is_measured_on_its_own_test_documents(surface, tiny_checkpoint, tmp_path):

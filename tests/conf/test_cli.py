@@ -131,6 +131,14 @@ def test_every_setting_of_a_verb_can_be_given_and_no_other(verb):
     assert set(settings) == {field.name for field in fields(known)}
 
 
+def test_the_machine_of_imported_step_times_is_named_on_the_command_line(cli, tmp_path):
+    (tmp_path / "times.csv").write_text("op,context_tokens,batch,k,us\nround,512,1,0,900\nround,512,1,2,1200\n")
+    given = ("import", "format=step_times", "source=times.csv", "model_name=m", "out=o")
+    assert cli(*given, "hardware_name=their box").code == 0
+    meta = json.loads((tmp_path / "o" / "meta.json").read_text())
+    assert meta["hardware"] == {"device": "unknown", "name": "their box"}
+
+
 @pytest.mark.parametrize("verb", ["record", "calibrate", "replay", "run", "validate", "export"])
 def test_every_part_of_a_selection_can_be_overridden(verb):
     config = yaml.safe_load((Path(command.__file__).parent / f"{verb}.yaml").read_text())

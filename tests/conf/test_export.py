@@ -122,6 +122,8 @@ def test_help_lists_targets_with_examples(cli):
         (("target=vllm", "max_batch=0"), "max_batch is 0; use at least 1"),
         (("target=vllm", "trace=t"), "trace is 't', which target vllm does not use"),
         (("stand_in=lookup",), "stand_in is 'lookup', which target specdial does not use"),
+        (("alternatives=tuned.yaml",), "alternatives is 'tuned.yaml', which target specdial does not use"),
+        (("target=profile", "alternatives=tuned.yaml"), "which target profile does not use; it is for vllm, sglang"),
         (("target=vllm", "alternatives=missing.yaml"), "cannot read policy missing.yaml"),
         (("target=profile", "policy=plain", "trace=t"), "t is not a trace"),
         (("target=profile", "policy=lookup"), "no measured or expected tokens per round"),
@@ -149,8 +151,8 @@ def test_damaged_and_future_policies_are_refused_for_every_target(refused, tuned
 
 
 def test_a_policy_edited_after_it_was_tuned_is_refused(cli, refused, tuned, tmp_path):
-    policy = policy_from_mapping(MODEL)
-    stamped = {**MODEL, "provenance": {"policy_digest": policy_digest(policy)}}
+    plain = {**MODEL, "cells": []}
+    stamped = {**plain, "provenance": {"policy_digest": policy_digest(policy_from_mapping(plain))}}
     save_policy(policy_from_mapping(stamped), tmp_path / "stamped.yaml")
     assert cli("export", "policy=stamped.yaml", "out=a.yaml").code == 0
     assert (tmp_path / "a.yaml").read_bytes() == (tmp_path / "stamped.yaml").read_bytes()

@@ -22,11 +22,12 @@ LOSSY = {32: 0.5, 48: 3.0}  # speedup of what replay refuses, by draft_kv.recent
 
 
 @pytest.fixture
-def engine(tmp_path, monkeypatch):
-    """A validation whose drafts take four times what the cost table says; counts its calls."""
+def engine(request, tmp_path, monkeypatch):
+    """A validation whose drafts take four times (or request.param) what the cost table says; counts its calls."""
     write_trace(tmp_path / "trace", Shape(documents=9, difficulty_nats=0.5))
     write_synthetic_costs(tmp_path / "costs", (256, 512), (1,), Shape())
-    true = corrected(CostModel.from_table(read_costs(tmp_path / "costs")), {("sparse_self", "draft"): 4.0})
+    factors = {("sparse_self", "draft"): getattr(request, "param", 4.0)}
+    true = corrected(CostModel.from_table(read_costs(tmp_path / "costs")), factors)
     calls = []
 
     def validate(settings, job):
@@ -77,14 +78,18 @@ def test_the_order_agrees_once_costs_are_corrected(engine, tmp_path):
     assert corrected_with["corrections"] == [str(tmp_path / "out" / "round-1" / "validation")]
 
 
-def test_the_best_is_the_fastest_as_measured_when_engine_time_is_used_up(engine, tmp_path):
-    found = refine.run(settings(tmp_path, engine_s=0.0, search={"controllers": ["fixed"], "k_max": 2}))
+@pytest.mark.parametrize(("engine", "drafts"), [(0.25, True), (4.0, False)], indirect=["engine"])
+def test_the_best_is_the_fastest_as_measured_when_engine_time_is_used_up(engine, drafts, tmp_path):
+    """With cheap drafts longer ones win than was predicted; with dear ones nothing is faster than plain decoding."""
+    found = refine.run(settings(tmp_path, engine_s=0.0))
     assert found["ended"] == "engine time"
     assert len(engine) == 1
     best = load_policy(tmp_path / "out" / "policy.yaml")
-    fastest = max(row["measured"]["speedup"] for row in found["rounds"][0]["policies"])
-    assert found["speedup"] == max(fastest, 1.0)
-    assert best.k_max == 0 or best.measured["speedup"] == fastest
+    rows = found["rounds"][0]["policies"]
+    fastest = max(row["measured"]["speedup"] for row in rows)
+    assert (fastest > 1.0, best.k_max > 0) == (drafts, drafts)
+    assert found["speedup"] == (best.measured or {"speedup": 1.0})["speedup"] == max(fastest, 1.0)
+    assert found["best"] == best.name != max(rows, key=lambda row: row["predicted"]["speedup"])["name"]
 
 
 def test_the_engine_tries_what_replay_refuses_and_prunes_the_slow(engine, tmp_path):

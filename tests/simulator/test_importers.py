@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 
 from specdial.engine.trace.reader import read_costs, read_trace
 from specdial.policies.errors import UserError
-from specdial.policies.schema import policy_from_mapping
+from specdial.policies.schema import Drafter, policy_from_mapping
 from specdial.simulator.importers import IMPORTERS
 from specdial.simulator.importers.lines import Line
-from specdial.simulator.importers.requests import unordered_steps
+from specdial.simulator.importers.requests import Request, Requests, unordered_steps
+from specdial.simulator.importers.traces import About, write_requests
 from specdial.simulator.lanes import read_record
 from specdial.simulator.replay import replay, replay_rounds
 from specdial.simulator.verbs import drift, import_logs, tune
@@ -283,6 +284,9 @@ def spoilt(**changes):
         ("azure", ["TIMESTAMP,ContextTokens", "a,1"], "line 1: the header lacks GeneratedTokens"),
         ("azure", ["ContextTokens,GeneratedTokens", "4,2", "4"], "line 3: 1 values under 2 columns"),
         ("azure", ["ContextTokens,GeneratedTokens", "4,nan"], "line 2: GeneratedTokens is 'nan', not a number"),
+        ("azure", ["x" * 200_000, "4,2"], "line 1: field larger than field limit"),
+        ("step_times", ["op,context_tokens,batch,k,us", "plain,9,1,0,0"], "line 2: us is '0', not a number from 0.001"),
+        ("step_times", ["op,context_tokens,batch,k,us", "round,9,1,0,5", "round,9,1,2,0"], "line 3: us is '0', not"),
         ("step_times", ["op,context_tokens,batch,k,us", "round,9,1,0,5", "magic,9,1,1,5"], "line 3: op is 'magic'"),
         ("step_times", ["op,context_tokens,batch,k,us", "round,9,1,2,5"], "log times no plain step"),
         (
@@ -320,6 +324,21 @@ def test_damage_to_one_character_is_read_or_refused_by_line(data):
         except UserError as error:
             said = str(error)
     assert "log line 2" in said or 1 <= len(found.found) == 2 - found.skipped
+
+
+def test_steps_that_drafted_nothing_are_laid_at_even_distances(tmp_path):
+    """As if each were put in by itself, and in time that grows with their number alone."""
+    about = About("vllm", "log", "m", Drafter("model", model="draft"), 1, 0.0, "h")
+    for plain, accepted in ((1, [2]), (3, [2, 0, 1, 2]), (7, [1, 0]), (5, [0] * 12)):
+        want = [(2, a) for a in accepted]
+        for i in range(plain):
+            want.insert(round((i + 1) * len(accepted) / (plain + 1)) + i, (0, 0))
+        new = 1 + sum(a + 1 for _, a in want)
+        request = Request("r", 9, new, (2,) * len(accepted), tuple(accepted), 2, ordered=True)
+        write_requests(tmp_path / f"t{plain}", Requests((request,)), about, 1)
+        rounds = read_trace(tmp_path / f"t{plain}").rounds.to_pydict()
+        assert rounds["accepted"] == [a for _, a in want]
+        assert [k == 0 for k in rounds["k"][:-1]] == [k == 0 for k, _ in want[:-1]]
 
 
 def test_files_that_are_not_text_are_named(tmp_path):

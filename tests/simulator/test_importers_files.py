@@ -95,3 +95,33 @@ def test_texts_become_prompts_that_the_file_workload_takes(tmp_path, form):
         "pg19": "Book 0 of two.",
     }[name]
     assert first in texts
+
+
+@pytest.mark.parametrize(
+    ("format_", "given", "says"),
+    [
+        ("step_times", {"batch": 16}, "batch is given, which format step_times does not use; it is for vllm, vllm_met"),
+        ("step_times", {"documents": 3}, "documents is given, which format step_times does not use"),
+        ("step_times", {"trace": "t"}, "trace is given, which format step_times does not use; it is for mooncake, az"),
+        ("sharegpt", {"batch": 7}, "batch is given, which format sharegpt does not use"),
+        ("sharegpt", {"model_name": "foo"}, "model_name is given, which format sharegpt does not use"),
+        ("sharegpt", {"drafter": {"kind": "lookup"}}, "drafter is given, which format sharegpt does not use"),
+        ("azure", {"hardware_name": "theirs"}, "hardware_name is given, which format azure does not use"),
+        ("azure", {"documents": 7}, "documents is given, and nothing is recorded in this mix; add trace=DIRECTORY"),
+    ],
+)
+def test_settings_that_a_format_does_not_use_are_refused(tmp_path, format_, given, says):
+    text = {
+        "step_times": "op,context_tokens,batch,k,us\nplain,9,1,0,5\n",
+        "sharegpt": json.dumps({"conversations": [{"from": "human", "value": "Hi"}]}),
+        "azure": "ContextTokens,GeneratedTokens\n4,2\n",
+    }[format_]
+    (tmp_path / "in").write_text(text)
+    settings = {"format": format_, "source": str(tmp_path / "in"), "out": str(tmp_path / "o")}
+    with pytest.raises(UserError) as caught:
+        import_logs.run({**settings, **given})
+    assert says in str(caught.value)
+    assert not (tmp_path / "o").exists()
+    drafter = {"kind": None, "model": None, "ngram": None}
+    defaults = {"model_name": "imported", "drafter": drafter, "batch": 1, "documents": 256, "kv_bytes_per_token": 0.0}
+    import_logs.run({**settings, **defaults, "hardware_name": "another engine", "trace": None})

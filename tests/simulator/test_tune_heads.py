@@ -66,6 +66,13 @@ def test_without_a_draft_model_the_policy_verifies_by_history(recorded, tmp_path
     assert found["by_budget"][0]["hybrid"] is None
 
 
+def test_a_search_without_stage_budgets_is_refused(recorded, tmp_path):
+    search = {**SEARCH, "stage_budgets": []}
+    with pytest.raises(UserError, match=r"search\.stage_budgets is empty; give at least one"):
+        tune_heads.run({"trace": recorded(), "out": str(tmp_path / "o"), "search": search})
+    assert not (tmp_path / "o").exists()
+
+
 def test_a_split_without_documents_is_refused(recorded, tmp_path):
     with pytest.raises(UserError, match="no document in split validation"):
         tune_heads.run({"trace": recorded(), "out": str(tmp_path / "o"), "shown": "validation", "search": SEARCH})
