@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from _bench import commit
 from _engine_bench import check, save
-from prediction_documents import documents, spec_of
+from prediction_documents import check_batch, documents, spec_of
 from prediction_policies import K_MAX, KS, adaptive, fixed, fp8
 from prediction_records import compared, compared_kept_full, merged, policy_rows, row_of
 from prediction_traces import part_of
@@ -94,15 +94,11 @@ class Cell:
         return [d for d in self.job.documents if d.split == split]
 
     def measured(self, batch):
-        """The test documents of a batch: whole batches, or the first few for batch 1. Raises UserError for none, and
-        where train documents make no whole batches: runs of a smaller last one would be predicted, and none measured.
-        """
-        train, test = self.of("train"), self.of("test")
-        found = test[: self.a.singles] if batch == 1 else test[: len(test) // batch * batch]
-        if not found or len(train) % batch:
-            cause = f"batch {batch} of {len(train)} train and {len(test)} test documents"
-            raise UserError(cause, "ask for multiples of it or for smaller batches")
-        return found
+        """The test documents of a batch: whole batches, or the first few for batch 1. Raises UserError as `check_batch`
+        does."""
+        test = self.of("test")[: self.a.singles if batch == 1 else None]
+        check_batch(batch, self.of("train"), test)
+        return test[: len(test) // batch * batch]
 
 
 def in_work(a, measured):

@@ -31,6 +31,14 @@ def documents(a, model, workload, context, spec):
     return from_prompts(ids, a.train, a.test, a.new_tokens), about
 
 
+def check_batch(batch, train, test):
+    """Raises UserError unless train documents make whole batches and there is one to test: runs of a smaller last batch
+    would be predicted, and none measured."""
+    if len(test) < batch or len(train) % batch:
+        cause = f"batch {batch} of {len(train)} train and {len(test)} test documents"
+        raise UserError(cause, "ask for multiples of it or for smaller batches")
+
+
 def built(spec, tokenizer):
     """Documents of a workload, train first. Raises UserError where the text is too short."""
     documents = sorted(build(spec, tokenizer), key=lambda d: d.meta["source"][0])

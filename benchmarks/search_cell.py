@@ -9,13 +9,12 @@ from pathlib import Path
 
 from _engine_bench import check
 from prediction_cell import timed
-from prediction_documents import documents, spec_of
+from prediction_documents import check_batch, documents, spec_of
 from prediction_policies import K_MAX
 
 from specdial.engine.job import Job
 from specdial.engine.verbs import calibrate, record
 from specdial.engine.weights import load_model
-from specdial.policies.errors import UserError
 from specdial.policies.fields import to_plain
 from specdial.policies.schema import DraftKV, plain_policy
 
@@ -60,9 +59,7 @@ class Cell:
         """Test documents that decode together: whole batches. Raises UserError where there are none."""
         test = [d for d in self.of("test") if context in (None, len(d.prompt_ids))]
         train = [d for d in self.of("train") if context in (None, len(d.prompt_ids))]
-        if len(test) < batch or len(train) % batch:
-            cause = f"batch {batch} of {len(train)} train and {len(test)} test documents"
-            raise UserError(cause, "ask for multiples of it or for smaller batches")
+        check_batch(batch, train, test)
         return [test[i : i + batch] for i in range(0, len(test) - batch + 1, batch)]
 
 

@@ -49,8 +49,8 @@ def fit_corrections(policies: list[Policy], plain_us: float) -> Factors:
         expected, measured = policy.expected or {}, policy.measured or {}
         predicted, took = _full_batches(expected, measured)
         if took and predicted.get("speedup"):
-            plain = (float(found["us_per_token"]) * float(found["speedup"]) for found in (took, predicted))
-            baselines.append(next(plain) / next(plain))
+            ours, theirs = (float(found["us_per_token"]) * float(found["speedup"]) for found in (took, predicted))
+            baselines.append(ours / theirs)
         elif expected.get("baseline_us_per_token"):
             baselines.append(plain_us / float(expected["baseline_us_per_token"]))
         if policy.k_max and expected.get("breakdown") and expected.get("tokens_per_round"):

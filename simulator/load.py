@@ -1,6 +1,8 @@
 """Opens what a verb names: cost tables that belong to a trace; and says which trace it was."""
 
 import hashlib
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
@@ -33,13 +35,17 @@ def caveats(trace: Trace, costs: CostModel) -> list[str]:
 
 def trace_caveats(trace: Trace) -> list[str]:
     """What any use of a trace must say."""
-    mixed = trace.meta.get("mixed") or {}
     known = {
         "random weights": trace.meta["model"].get("random"),
         "synthetic acceptance": trace.meta.get("synthetic_acceptance"),
-        REPEATED: mixed and mixed.get("distinct", 0) < len(trace.meta["documents"]),
+        REPEATED: repeats(trace.meta),
     }
     return [words for words, holds in known.items() if holds]
+
+
+def repeats(meta: Mapping[str, Any]) -> bool:
+    """Is a trace mixed of documents that come more than once? Where it does not say how many differ, they may."""
+    return "mixed" in meta and meta["mixed"].get("distinct", 0) < len(meta["documents"])
 
 
 def cost_caveats(trace: Trace, costs: CostModel) -> list[str]:

@@ -88,11 +88,6 @@ def plans_of(s: Settings) -> list[list[Plan]]:
     """
     if not (s.contexts and s.batches and s.ks and s.budgets):
         raise UserError("contexts, batches, ks and budgets must not be empty", "name at least one value of each")
-    drafting = len({k for k in s.ks if k})
-    if drafting and len(s.budgets) > drafting + s.repeats - 1:  # they take turns over k and repeats
-        timed = drafting + s.repeats - 1
-        cause = f"{s.repeats} repeats with draft lengths {list(s.ks)} time {timed} of {len(s.budgets)} budgets"
-        raise UserError(cause, f"set repeats={len(s.budgets) - drafting + 1} or name fewer budgets")
     labels = [drafter.label for drafter in s.drafters]
     repeated = next((label for label in labels if labels.count(label) > 1), None)
     if not labels or repeated:
@@ -106,6 +101,7 @@ def plans_of(s: Settings) -> list[list[Plan]]:
         if drafter.kind == "none":
             raise UserError(f"drafters[{i}].kind is none", "leave it out: plain steps are always timed")
         budgets = s.budgets if drafter.reads_selection else (0,)
+        _check_turns(s, budgets)
         plan = Plan(drafter, budgets, {(k, b): _policy(s, drafter, k, b) for k in s.ks for b in budgets})
         plans.append(plan)
         for (k, _), policy in plan.policies.items():
@@ -117,6 +113,15 @@ def plans_of(s: Settings) -> list[list[Plan]]:
     for plan in plans:
         groups.setdefault((plan.drafter.label, history_spec(plan.all_policies)), []).append(plan)
     return list(groups.values())
+
+
+def _check_turns(s: Settings, budgets: tuple[int, ...]) -> None:
+    """Raises UserError where some budget would never be timed: they take turns over draft lengths and repeats."""
+    drafting = len({k for k in s.ks if k})
+    timed = drafting + s.repeats - 1
+    if drafting and len(budgets) > timed:
+        cause = f"{s.repeats} repeats with draft lengths {list(s.ks)} time {timed} of {len(budgets)} budgets"
+        raise UserError(cause, f"set repeats={len(budgets) - drafting + 1} or name fewer budgets")
 
 
 def _check_partial(s: Settings) -> None:

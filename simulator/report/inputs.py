@@ -16,7 +16,7 @@ from specdial.policies.artifact import RUN_FILE
 from specdial.policies.errors import UserError
 from specdial.simulator.costs import CostModel
 from specdial.simulator.lanes import Record, read_record
-from specdial.simulator.load import REPEATED, load_costs, trace_digest
+from specdial.simulator.load import REPEATED, load_costs, repeats, trace_digest
 
 # kind: (the file that names a directory of this kind, its schema); a directory with several is several
 KINDS: dict[str, tuple[str, str]] = {
@@ -70,7 +70,7 @@ class Inputs:
     def caveats(self) -> list[str]:
         """What every number here must be read with, each once."""
         words = ["random weights"] if any(s.content["model"].get("random") for s in self.sources.values()) else []
-        words += [REPEATED] if any("mixed" in s.content for s in self.sources.values()) else []
+        words += [REPEATED] if any(repeats(s.content) for s in self.sources.values()) else []
         for source in self.sources.values():
             words += source.content.get("caveats") or []
             words += ["synthetic acceptance"] if source.content.get("synthetic_acceptance") else []

@@ -9,8 +9,9 @@ from specdial.engine.trace.reader import read_costs
 from specdial.engine.trace.schema import WATCHED, WATCHED_OPS
 from specdial.engine.verbs import calibrate
 from specdial.engine.verbs.calibrate_bench import Bench
-from specdial.engine.verbs.calibrate_plan import Plan
+from specdial.engine.verbs.calibrate_plan import Plan, Settings, plans_of
 from specdial.policies.errors import UserError
+from specdial.policies.fields import parse
 from specdial.policies.schema import Drafter, policy_from_mapping
 from specdial.simulator.costs import CostModel
 from specdial.simulator.pricing import DRAFT, HOST, Setting, tabulate
@@ -158,3 +159,9 @@ def test_verification_by_lookahead_is_timed_with_drafts_alone(settings, tiny_che
 def test_what_cannot_be_timed_is_refused_before_the_model_is_loaded(settings, change, says):
     with pytest.raises(UserError, match=says):
         calibrate.run({**settings, "model": {"source": "nowhere"}, **change})
+
+
+def test_budgets_that_no_drafter_reads_need_no_repeats(settings):
+    many = {**settings, "drafters": [{"kind": "lookup"}], "budgets": [40, 44, 48, 52, 56]}
+    (group,) = plans_of(parse(Settings, many))
+    assert [plan.budgets for plan in group] == [(0,)]
