@@ -8,7 +8,8 @@ resampling documents. Of batches the same is said as if they were kept full (ful
 ends with its slowest sequence, a server would refill the batch. Greedy lossless outputs are compared with the plain
 output token by token, unless acceptance is synthetic. What a lossy policy's output is worth is measured too, in a
 decoding of its own that is not timed (fidelity), and stands beside what was predicted of it. Lossy policies are ranked
-among themselves. Python's collector rests while rounds are timed (garbage).
+among themselves. Python's collector rests while rounds are timed (garbage). A killed run goes on with the groups of
+documents that it had not measured, each measured whole and after a warm-up of its own.
 """
 
 from collections.abc import Mapping
@@ -25,9 +26,10 @@ from specdial.engine.batches import Batches
 from specdial.engine.fidelity import Fidelity, error_of, intervals, measure_fidelity, summary
 from specdial.engine.job import Job, ModelSettings, describe, hardware, history_spec, load_job
 from specdial.engine.progress import Bar, progress
-from specdial.engine.round import PARTS, Round, kept_full
+from specdial.engine.round import Round
 from specdial.engine.sampling import Sampling
 from specdial.engine.sequences import Sequences
+from specdial.engine.verbs.validate_groups import Group, KeptGroups, total_us
 from specdial.engine.verbs.validate_table import print_validation
 from specdial.engine.workloads import Document
 from specdial.policies.artifact import claim_directory, provenance, write_json_atomic
@@ -64,38 +66,34 @@ class Settings:
 
 @dataclass
 class Measured:
-    """What one policy did. times_us: [groups][runs]; the rest sums over documents, of the last run.
-
-    full: the same as if a batch was kept full: [groups][runs] and sums. batch: of the largest group.
-    """
+    """What one policy did. batch: of the largest group."""
 
     policy: Policy
     batch: int
     synthetic: tuple[float, ...]  # see Acceptance.of
-    times_us: list[list[float]] = field(default_factory=list)
-    group_tokens: list[int] = field(default_factory=list)  # of each group, of the last run
-    full_us: list[list[float]] = field(default_factory=list)
-    full_tokens: int = 0
-    full_rounds: int = 0
-    longest: Round | None = None  # of all that were timed
-    rounds: int = 0
-    drafted: int = 0
-    accepted: int = 0
-    differing: int = 0  # sequences whose greedy output is not the plain one
-    fidelity: list[Fidelity] = field(default_factory=list)  # of each document, where it was measured
+    groups: list[Group] = field(default_factory=list)
+
+    def sum_of(self, name: str) -> int:
+        """Of one count over all groups."""
+        return sum(getattr(group, name) for group in self.groups)
 
     @property
     def tokens(self) -> int:
-        return sum(self.group_tokens)
+        return self.sum_of("tokens")
+
+    @property
+    def fidelity(self) -> list[Fidelity]:
+        """Of each document, where it was measured."""
+        return [found for group in self.groups for found in group.fidelity]
 
     def document_us(self) -> np.ndarray:
         """Median time of each document group, [D]."""
-        return np.array([np.median(t) for t in self.times_us])
+        return np.array([np.median(group.times_us) for group in self.groups])
 
     @property
     def full_us_per_token(self) -> float:
         """As if batches were kept full."""
-        return float(sum(np.median(t) for t in self.full_us) / self.full_tokens)
+        return float(sum(np.median(group.full_us) for group in self.groups) / self.sum_of("full_tokens"))
 
 
 def run(settings: Mapping[str, Any], job: Job | None = None) -> dict[str, Any]:
@@ -120,7 +118,9 @@ def run(settings: Mapping[str, Any], job: Job | None = None) -> dict[str, Any]:
     out = Path(s.out)
     asides = {"measured": None, "provenance": None}  # when and from what a policy came changes no measurement
     claim_directory(out, "validate", {**to_plain(s), "policies": [{**p, **asides} for p in to_plain(s.policies)]})
-    results = _measure(job, [PLAIN, *[p for p in policies if p.k_max > 0]], s)
+    here = hardware(job.model.decoder.device)
+    kept = KeptGroups(out, {"hardware": here, "model": job.model.digest})
+    results = _measure(job, [PLAIN, *[p for p in policies if p.k_max > 0]], s, kept)
     by_digest = {policy_digest(r.policy): r for r in results}
     plain = results[0]
     rows = [_row(p, by_digest.get(policy_digest(p), plain) if p.k_max else plain, plain, s) for p in policies]
@@ -130,7 +130,7 @@ def run(settings: Mapping[str, Any], job: Job | None = None) -> dict[str, Any]:
     content = {
         "schema": SCHEMA,
         **describe(job, s.sampling, policies),
-        "hardware": hardware(job.model.decoder.device),
+        "hardware": here,
         "split": s.split,
         "batch": s.batch,
         "repeats": s.repeats,
@@ -148,6 +148,7 @@ def run(settings: Mapping[str, Any], job: Job | None = None) -> dict[str, Any]:
     for policy, row, name in zip(policies, rows, _file_names(policies)):
         measured = {**row["measured"], "split": s.split, "hardware": content["hardware"]}
         save_policy(replace(policy, measured=measured), out / "policies" / f"{name}.yaml")
+    kept.forget()
     print_validation(out, job, rows, content)
     return {
         "out": str(out),
@@ -157,41 +158,52 @@ def run(settings: Mapping[str, Any], job: Job | None = None) -> dict[str, Any]:
     }
 
 
-def _measure(job: Job, policies: list[Policy], s: Settings) -> list[Measured]:
+def _measure(job: Job, policies: list[Policy], s: Settings, kept: KeptGroups) -> list[Measured]:
+    """kept: groups that an earlier call of this run measured, and where this one keeps its own meanwhile."""
     groups = [job.documents[i : i + s.batch] for i in range(0, len(job.documents), s.batch)]
     results = [Measured(p, len(groups[0]), s.acceptance.of(p)) for p in policies]
     batches = Batches(job, policies)
-    repeats, warming = len(groups) * s.repeats, len({len(group) for group in groups})
+    known = [kept.load(number) for number in range(len(groups))]
+    left = [group for group, found in zip(groups, known) if found is None]
+    if len(left) < len(groups):
+        print(f"{len(groups) - len(left)} of {len(groups)} groups of documents were measured before")
+    repeats, warming = len(left) * s.repeats, len({len(group) for group in left})
+    warm: set[int] = set()  # sizes of groups; new sequences' graphs are still to be captured
     with progress("validate", repeats * (len(policies) + 1) + warming * len(policies)) as bar:
-        for number, group in enumerate(groups):
-            cold = not number or len(group) != s.batch  # new sequences, whose graphs are still to be captured
-            _measure_group(batches.prefilled(group), group, results, s, bar, cold=cold)
+        for number, (group, found) in enumerate(zip(groups, known)):
+            if found is None:
+                found = _measure_group(batches.prefilled(group), group, results, s, bar, cold=len(group) not in warm)
+                warm.add(len(group))
+                kept.save(number, found)
+            for result, of_group in zip(results, found, strict=True):
+                result.groups.append(of_group)
     return results
 
 
 def _measure_group(
     sequences: Sequences, group: list[Document], results: list[Measured], s: Settings, bar: Bar, *, cold: bool
-) -> None:
-    """cold: every policy runs once before it is timed."""
+) -> list[Group]:
+    """What each policy did on one group. cold: every policy runs once before it is timed."""
     numbers = [d.index for d in group]
+    found = [Group() for _ in results]
     last: list[tuple[list[Round], list[list[int]]]] = [([], [])] * len(results)
-    for result in results:
-        result.times_us.append([])
-        result.full_us.append([])
     for repeat in range(0 if cold else 1, s.repeats + 1):
         for place in _order(len(results), repeat):
             result = results[place]
             run = timed.decode_captured if repeat else timed.decode
             rounds = run(sequences, result.policy, s.sampling, numbers, synthetic=result.synthetic)
             if repeat:
-                _add(result, rounds)
+                found[place].add_run(rounds, result.batch)
             last[place] = rounds, sequences.outputs
             bar.advance(1, result.policy.name)
     reference = last[0][1] if s.sampling.greedy else None  # plain comes first
-    for result, (rounds, tokens) in zip(results, last):
-        _count(result, rounds, tokens, reference)
-        if reference and s.fidelity and not result.policy.lossless and not result.synthetic:
-            result.fidelity += measure_fidelity(sequences, result.policy, numbers, reference)
+    for result, ours, (rounds, tokens) in zip(results, found, last):
+        ours.count(rounds, result.batch)
+        if reference and not result.synthetic:  # synthetic acceptance makes no text to compare
+            ours.differing = sum(a != b for a, b in zip(tokens, reference))
+            if s.fidelity and not result.policy.lossless:
+                ours.fidelity = measure_fidelity(sequences, result.policy, numbers, reference)
+    return found
 
 
 def _order(count: int, repeat: int) -> list[int]:
@@ -201,32 +213,6 @@ def _order(count: int, repeat: int) -> list[int]:
         first, half = order.index(0), count // 2
         order.insert(first + half + 1 if first + half < count else first - half, 0)
     return order
-
-
-def _add(result: Measured, run: list[Round]) -> None:
-    """Note a run of the last group."""
-    result.times_us[-1].append(sum(r.spent_us for r in run))
-    result.full_us[-1].append(sum(r.shared_us for r in kept_full(run, result.batch)))
-    known = [] if result.longest is None else [result.longest]
-    result.longest = max((*known, *run), key=lambda r: r.spent_us)
-
-
-def _count(
-    result: Measured,
-    rounds: list[Round],
-    tokens: list[list[int]],
-    reference: list[list[int]] | None,
-) -> None:
-    """reference: the plain outputs, where ours must equal them. Synthetic acceptance makes no text to compare."""
-    result.rounds += sum(int(r.active.sum()) for r in rounds)
-    result.group_tokens.append(sum(len(e) for r in rounds for e in r.emitted))
-    full = kept_full(rounds, result.batch)
-    result.full_rounds += sum(int(r.active.sum()) for r in full)
-    result.full_tokens += sum(len(e) for r in full for e in r.emitted)
-    result.drafted += sum(int(r.k.sum()) for r in rounds)
-    result.accepted += sum(int(r.accepted.sum()) for r in rounds)
-    if reference is not None and not result.synthetic:
-        result.differing += sum(a != b for a, b in zip(tokens, reference))
 
 
 def _row(policy: Policy, result: Measured, plain: Measured, s: Settings) -> dict[str, Any]:
@@ -240,9 +226,10 @@ def _row(policy: Policy, result: Measured, plain: Measured, s: Settings) -> dict
     if told.get("batch", s.batch) != s.batch:  # nothing to compare with
         expected = {}
     predicted = expected.get("speedup")
-    strayed = (
-        {**summary(result.fidelity), **intervals(result.fidelity, s.bootstrap, s.seed)} if result.fidelity else None
-    )
+    judged = result.fidelity
+    strayed = {**summary(judged), **intervals(judged, s.bootstrap, s.seed)} if judged else None
+    rounds, drafted = result.sum_of("rounds"), result.sum_of("drafted")
+    longest_us = max((group.longest_us for group in result.groups), key=total_us)
     shown = ("speedup", "low", "high", "level", "tokens_per_round", "baseline_us_per_token", "fidelity", FULL_BATCH)
     return {
         "name": policy.name,
@@ -258,14 +245,16 @@ def _row(policy: Policy, result: Measured, plain: Measured, s: Settings) -> dict
             "high": high,
             "us_per_token": float(ours.sum() / result.tokens),
             "tokens": result.tokens,
-            "tokens_per_round": result.tokens / result.rounds,
-            "alpha": result.accepted / result.drafted if result.drafted else None,
-            "k": result.drafted / result.rounds,
-            "documents_differing_from_plain": None if result.synthetic else result.differing,
+            "tokens_per_round": result.tokens / rounds,
+            "alpha": result.sum_of("accepted") / drafted if drafted else None,
+            "k": drafted / rounds,
+            "documents_differing_from_plain": None if result.synthetic else result.sum_of("differing"),
             **({"fidelity": strayed} if strayed else {}),
             **({FULL_BATCH: _full_batch(result, plain)} if plain.batch == s.batch > 1 else {}),
-            "repeat_spread_frac": float(max((max(t) - min(t)) / np.median(t) for t in result.times_us)),
-            "longest_round": {f"{part}_us": getattr(result.longest, f"{part}_us") for part in PARTS},
+            "repeat_spread_frac": float(
+                max((max(g.times_us) - min(g.times_us)) / np.median(g.times_us) for g in result.groups)
+            ),
+            "longest_round": {f"{part}_us": us for part, us in longest_us.items()},
             **said_of(result.synthetic),
         },
         "error_frac": None if predicted is None else float(predicted / speedup - 1.0),
@@ -303,17 +292,18 @@ def _full_batch(result: Measured, plain: Measured) -> dict[str, float]:
     return {
         "speedup": plain.full_us_per_token / result.full_us_per_token,
         "us_per_token": result.full_us_per_token,
-        "tokens": result.full_tokens,
-        "tokens_per_round": result.full_tokens / result.full_rounds,
+        "tokens": result.sum_of("full_tokens"),
+        "tokens_per_round": result.sum_of("full_tokens") / result.sum_of("full_rounds"),
     }
 
 
 def _interval(result: Measured, plain: Measured, s: Settings) -> tuple[float, float]:
     """95 % bootstrap interval over groups of documents of the speedup, a ratio of sums."""
-    random, groups = np.random.default_rng(s.seed), len(result.times_us)
+    random, groups = np.random.default_rng(s.seed), len(result.groups)
     draws = random.integers(0, groups, (s.bootstrap, groups))
     ours, theirs = (
-        r.document_us()[draws].sum(axis=1) / np.array(r.group_tokens)[draws].sum(axis=1) for r in (result, plain)
+        r.document_us()[draws].sum(axis=1) / np.array([g.tokens for g in r.groups])[draws].sum(axis=1)
+        for r in (result, plain)
     )
     return float(np.percentile(theirs / ours, 2.5)), float(np.percentile(theirs / ours, 97.5))
 

@@ -11,6 +11,7 @@ import pytest
 from specdial.engine import timed
 from specdial.engine.trace.reader import read_costs, read_trace
 from specdial.engine.verbs import calibrate, record, run, validate
+from specdial.engine.verbs.validate_groups import Group
 from specdial.policies.errors import UserError
 from specdial.policies.fields import to_plain
 from specdial.policies.file import load_policy, policy_digest
@@ -342,11 +343,11 @@ def test_validate_compares_no_prediction_for_another_batch_and_no_full_batch_tha
 
 def test_the_interval_is_of_the_speedup_where_outputs_differ_in_length():
     policy = policy_from_mapping(FIXED)
-    plain = validate.Measured(policy, 1, (), times_us=[[8.0], [4.0]], group_tokens=[8, 4])
-    result = validate.Measured(policy, 1, (), times_us=[[2.0], [1.0]], group_tokens=[4, 2])
+    plain = validate.Measured(policy, 1, (), [Group([8.0], tokens=8), Group([4.0], tokens=4)])
+    result = validate.Measured(policy, 1, (), [Group([2.0], tokens=4), Group([1.0], tokens=2)])
     settings = SimpleNamespace(seed=0, bootstrap=50)
     assert validate._interval(result, plain, settings) == (2.0, 2.0)
-    uneven = validate.Measured(policy, 1, (), times_us=[[2.0], [2.0]], group_tokens=[4, 2])
+    uneven = validate.Measured(policy, 1, (), [Group([2.0], tokens=4), Group([2.0], tokens=2)])
     assert validate._interval(uneven, plain, settings) == (1.0, 2.0)
 
 
