@@ -90,6 +90,9 @@ class Space:
             if (not search.drafters or drafter.label in search.drafters)
             and (not by_budget or not drafter.reads_selection or recorded[i] in search.budgets)
         )
+        if not arms:
+            cause = "search.drafters and search.budgets leave no recorded drafts"
+            raise UserError(cause, "name a drafter together with a budget that it was recorded with")
         empty = [name for name in ("mode", *VERIFY_AXES, "source", *PERIOD_AXES) if not getattr(search.verify_kv, name)]
         if empty:
             raise UserError(f"search.verify_kv.{empty[0]} is empty", "name at least one value")

@@ -44,6 +44,7 @@ class Counts:
     rounds: int
     accepted: Ints
     reached: Ints
+    random: bool  # the model's weights were
 
     @property
     def conditional(self) -> list[float | None]:
@@ -75,7 +76,9 @@ def lower(policy: Policy, options: Options, stem: str) -> Lowered:
             "conditional": counts.conditional,
             "acceptance_length": 1.0 + sum(counts.marginal),
         }
-        rows = [Row("all", "acceptance", "kept", f"by depth, from {counts.rounds} {counts.basis}")]
+        said = ", of random weights" if counts.random else ""
+        content |= {"random_weights": True} if counts.random else {}
+        rows = [Row("all", "acceptance", "kept", f"by depth, from {counts.rounds} {counts.basis}{said}")]
     else:
         blocks, rows = _told(policy)
         content |= blocks
@@ -91,13 +94,14 @@ def count(trace: Path, policy: Policy) -> Counts:
         raise UserError(f"policy {policy.name} drafts nothing", "a profile needs drafts: export another policy")
     if "synthetic_acceptance" in meta:
         raise UserError(f"trace {trace} accepted drafts by chance", "give a trace whose drafts were judged")
+    random = bool(meta.get("model", {}).get("random"))
     if meta.get("policy") == policy.decisions():
         rounds = _columns(trace, "rounds", ("k", "accepted"))
         k, taken = rounds["k"], rounds["accepted"]
         depths = np.arange(1, policy.k_max + 1)[:, None]
         accepted = (taken >= depths).sum(axis=1)
         reached = ((k >= depths) & (taken >= depths - 1)).sum(axis=1)
-        return Counts("rounds", len(k), accepted, reached)
+        return Counts("rounds", len(k), accepted, reached, random)
     arm = _arm(meta, policy)
     if arm is None:
         raise UserError(
@@ -112,7 +116,7 @@ def count(trace: Path, policy: Policy) -> Counts:
     reached = (at_depth & (drafts["reached"][mine] == 1)).sum(axis=1)
     if not reached[0]:
         raise UserError(f"trace {trace} has no draft of that arm", "record it again")
-    return Counts("positions", int(reached[0]), accepted, reached)
+    return Counts("positions", int(reached[0]), accepted, reached, random)
 
 
 def _arm(meta: dict[str, Any], policy: Policy) -> int | None:

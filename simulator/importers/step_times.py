@@ -19,9 +19,10 @@ from specdial.policies.errors import UserError
 from specdial.simulator.importers.lines import MOST_TOKENS, csv_lines
 
 NEEDED = ("op", "context_tokens", "batch", "k", "us")
-LEAST_US = 1e-3  # of a whole step: speedups are divided by it
+LEAST_US = 1e-3  # of a step: speedups are divided by it
 PARTS = ("draft", "verify", "select", "host")
 ROUND, PLAIN = "round", "plain"
+STEPS = (PLAIN, ROUND, "verify")  # none of which comes for nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +46,7 @@ def read(path: Path) -> list[StepTime]:
             raise line.error(f"op is {op!r}, not one of {', '.join((PLAIN, ROUND, *PARTS))}")
         budget = line.whole("budget", high=MOST_TOKENS) if line.get("budget") else 0
         context, batch = line.whole("context_tokens", low=1, high=MOST_TOKENS), line.whole("batch", low=1, high=1 << 20)
-        k, us = line.whole("k", high=64), line.number_at("us", low=LEAST_US if op in (PLAIN, ROUND) else 0.0, high=1e12)
+        k, us = line.whole("k", high=64), line.number_at("us", low=LEAST_US if op in STEPS else 0.0, high=1e12)
         found.append(StepTime(op, context, batch, k, budget, us))
     if not any(t.op == PLAIN or (t.op == ROUND and t.k == 0) for t in found):
         raise UserError(f"{path} times no plain step", "add rows of op plain: speedups are against it")

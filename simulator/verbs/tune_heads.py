@@ -16,6 +16,7 @@ from specdial.policies.progress import progress
 from specdial.policies.schema import Policy, policy_from_mapping
 from specdial.simulator.arr_report import DELTAS, Row, budget_rows, delta_rows, layer_rows, print_arr
 from specdial.simulator.heads import FoundHeads, HeadSearch, search_heads
+from specdial.simulator.load import marked
 
 SCHEMA = "specdial/heads/1"
 SHOWN_LAYERS = 5  # of each model, in the printed table
@@ -63,9 +64,11 @@ def run(settings: dict[str, Any]) -> dict[str, Any]:
     out = Path(s.out)
     claim_directory(out, "tune_heads", to_plain(s))
     save_policy(policy, out / "policy.yaml")
-    document = {"model": trace.meta.model, "draft": trace.meta.draft, "settings": to_plain(s), "choice": choice}
+    said = ["random weights"] if any(m and m.get("random") for m in (trace.meta.model, trace.meta.draft)) else []
+    document = {"model": trace.meta.model, "draft": trace.meta.draft, "caveats": said}
+    document |= {"settings": to_plain(s), "choice": choice}
     write_json_atomic(out / "heads.json", {"schema": SCHEMA, **document, **tables, "provenance": stamp})
-    _print(s, choice, tables)
+    _print(s, choice, tables, said)
     return {**choice, "by_budget": tables["by_budget"], "policy": str(out / "policy.yaml")}
 
 
@@ -90,8 +93,9 @@ def _choice(found: FoundHeads) -> dict[str, Any]:
     }
 
 
-def _print(s: Settings, choice: dict[str, Any], tables: dict[str, list[Row]]) -> None:
-    documents = f"documents: {s.shown}"
+def _print(s: Settings, choice: dict[str, Any], tables: dict[str, list[Row]], said: list[str]) -> None:
+    """said: caveats."""
+    documents = marked(f"documents: {s.shown}", said)
     print_arr(tables["by_distance"], f"ARR of one row, its keys chosen by the row delta before it, {documents}")
     best = sorted(tables["by_layer"], key=lambda row: -row["arr"])
     shown = [row for source in (TARGET, DRAFT) for row in [r for r in best if r["source"] == source][:SHOWN_LAYERS]]
@@ -104,4 +108,4 @@ def _print(s: Settings, choice: dict[str, Any], tables: dict[str, list[Row]]) ->
         "m": choice["m"],
         "arr": choice["arr"],
     }
-    print_arr([line], f"chosen for budget {s.search.budget}, documents: {s.split}")
+    print_arr([line], marked(f"chosen for budget {s.search.budget}, documents: {s.split}", said))

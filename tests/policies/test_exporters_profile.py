@@ -63,6 +63,16 @@ def test_rounds_of_the_recorded_policy_are_counted_by_depth(recorded):
     assert [row.fate for row in lowered.rows] == ["kept", "dropped"]
 
 
+def test_random_weights_are_said(recorded):
+    content, lowered = profile(policy_from_mapping(FIXED), recorded)
+    assert (content["random_weights"], lowered.rows[0].note.endswith(", of random weights")) == (True, True)
+    meta = json.loads((recorded / "meta.json").read_text())
+    meta["model"]["random"] = False
+    (recorded / "meta.json").write_text(json.dumps(meta))
+    content, lowered = profile(policy_from_mapping(FIXED), recorded)
+    assert ("random_weights" in content, "random" in lowered.rows[0].note) == (False, False)
+
+
 def test_a_dense_arm_gives_every_positions_acceptance(tmp_path):
     shape = Shape(documents=3, new_tokens=24)
     write_trace(tmp_path / "t", shape)

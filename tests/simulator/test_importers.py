@@ -287,6 +287,7 @@ def spoilt(**changes):
         ("azure", ["x" * 200_000, "4,2"], "line 1: field larger than field limit"),
         ("step_times", ["op,context_tokens,batch,k,us", "plain,9,1,0,0"], "line 2: us is '0', not a number from 0.001"),
         ("step_times", ["op,context_tokens,batch,k,us", "round,9,1,0,5", "round,9,1,2,0"], "line 3: us is '0', not"),
+        ("step_times", ["op,context_tokens,batch,k,us", "plain,9,1,0,5", "verify,9,1,2,0"], "line 3: us is '0', not"),
         ("step_times", ["op,context_tokens,batch,k,us", "round,9,1,0,5", "magic,9,1,1,5"], "line 3: op is 'magic'"),
         ("step_times", ["op,context_tokens,batch,k,us", "round,9,1,2,5"], "log times no plain step"),
         (

@@ -1,5 +1,7 @@
 """The space: points hold what their choices give a meaning to, and whatever it names becomes a policy or a refusal."""
 
+from dataclasses import replace
+
 import pytest
 
 from specdial.policies.errors import UserError
@@ -115,3 +117,13 @@ def test_scoring_heads_come_from_a_policy_and_its_first_so_many(trace, tmp_path)
 def test_mistakes_are_named(trace, search, message):
     with pytest.raises(UserError, match=message):
         space_of(trace, **search)
+
+
+def test_a_drafter_that_has_none_of_the_budgets_is_named(trace):
+    record = read_record(trace)
+    first, second = record.arms
+    mixed = replace(record, arms=[first, {**second, "drafter": {"kind": "sparse_self", "weights": "fp8"}}])
+    budgets = [record.budget(arm) for arm in range(2)]
+    assert Space.of(parse(Search, {"budgets": budgets[1:]}), mixed, gamma=0.3).arms == (1,)
+    with pytest.raises(UserError, match=r"search.drafters and search.budgets leave no recorded drafts"):
+        Space.of(parse(Search, {"drafters": ["sparse_self"], "budgets": budgets[1:]}), mixed, gamma=0.3)

@@ -19,7 +19,7 @@ SEARCH = {"budget": 40, "stage_budgets": [32], "heads_per_layer": 1, "trials": 8
 def recorded(tmp_path):
     """recorded(draft=True) -> a trace of two documents, of random rows: two layers of one head each."""
 
-    def write(*, draft=True):
+    def write(*, draft=True, random=False):
         rng = np.random.default_rng(0)
         out = tmp_path / "trace"
         sources = (TARGET, DRAFT) if draft else (TARGET,)
@@ -29,8 +29,10 @@ def recorded(tmp_path):
             write_rows(out, doc, kept, FIRST)
         runs = tuple(RowRun(doc, split, FIRST, FIRST, ROWS) for doc, split in enumerate(("train", "test")))
         heads = [HeadScore(source, layer, 0, 0.5, 0.0, 1, layer + 1) for source in sources for layer in range(2)]
-        said = {"name": "small"} if draft else None
-        write_attention(out, AttentionMeta({"digest": "d"}, said, runs, 1, 4096, 4096, {}, {}, {}, {}), heads)
+        said = {"name": "small", "random": random} if draft else None
+        write_attention(
+            out, AttentionMeta({"digest": "d", "random": False}, said, runs, 1, 4096, 4096, {}, {}, {}, {}), heads
+        )
         return str(out)
 
     def rows(rng):
@@ -56,6 +58,15 @@ def test_the_choice_is_written_as_a_policy(recorded, tmp_path, capsys):
     said = capsys.readouterr()
     assert f"{found['by_budget'][1]['oracle']:.4f}" in said.out
     assert said.err.startswith("tune_heads 0/2 searching heads")
+    assert (document["caveats"], "random weights" in said.out) == ([], False)
+
+
+def test_random_weights_are_said(recorded, tmp_path, capsys):
+    tune_heads.run({"trace": recorded(random=True), "out": str(tmp_path / "o"), "budgets": [30], "search": SEARCH})
+    assert json.loads((tmp_path / "o" / "heads.json").read_text())["caveats"] == ["random weights"]
+    titles = [line for line in capsys.readouterr().out.splitlines() if "documents:" in line]
+    assert len(titles) == 4
+    assert all(line.strip().endswith("(random weights)") for line in titles)
 
 
 def test_without_a_draft_model_the_policy_verifies_by_history(recorded, tmp_path):
