@@ -12,6 +12,8 @@ among themselves. Python's collector rests while rounds are timed (garbage). A k
 documents that it had not measured, each measured whole and after a warm-up of its own.
 """
 
+import hashlib
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -118,8 +120,9 @@ def run(settings: Mapping[str, Any], job: Job | None = None) -> dict[str, Any]:
     out = Path(s.out)
     asides = {"measured": None, "provenance": None}  # when and from what a policy came changes no measurement
     claim_directory(out, "validate", {**to_plain(s), "policies": [{**p, **asides} for p in to_plain(s.policies)]})
-    here = hardware(job.model.decoder.device)
-    kept = KeptGroups(out, {"hardware": here, "model": job.model.digest})
+    here, about = hardware(job.model.decoder.device), describe(job, s.sampling, policies)
+    models = {"model": job.model.digest, "draft_models": about.get("draft_models")}
+    kept = KeptGroups(out, {"hardware": here, **models, "prompts": _prompts_digest(job.documents)})
     results = _measure(job, [PLAIN, *[p for p in policies if p.k_max > 0]], s, kept)
     by_digest = {policy_digest(r.policy): r for r in results}
     plain = results[0]
@@ -129,7 +132,7 @@ def run(settings: Mapping[str, Any], job: Job | None = None) -> dict[str, Any]:
     plain_us_per_token = float(plain.document_us().sum() / plain.tokens)
     content = {
         "schema": SCHEMA,
-        **describe(job, s.sampling, policies),
+        **about,
         "hardware": here,
         "split": s.split,
         "batch": s.batch,
@@ -156,6 +159,10 @@ def run(settings: Mapping[str, Any], job: Job | None = None) -> dict[str, Any]:
         "regret": content["regret"],
         "rank_correlation": content["rank_correlation"],
     }
+
+
+def _prompts_digest(documents: list[Document]) -> str:
+    return hashlib.sha256(json.dumps([d.prompt_ids for d in documents]).encode()).hexdigest()
 
 
 def _measure(job: Job, policies: list[Policy], s: Settings, kept: KeptGroups) -> list[Measured]:

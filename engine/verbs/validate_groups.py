@@ -66,7 +66,7 @@ def total_us(parts: dict[str, float]) -> float:
 
 
 class KeptGroups:
-    """Measured groups below a run's directory, by number. Those of another machine or model are not its own."""
+    """Measured groups below a run's directory, by number. Those of another machine, model or text are not its own."""
 
     def __init__(self, out: Path, of: dict[str, Any]) -> None:
         """of: plain facts that must be the same for groups to go together."""

@@ -122,10 +122,10 @@ def groups(monkeypatch):
     return noted
 
 
-@pytest.fixture
-def validation(settings, tiny_checkpoint):
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def validation(settings, tiny_checkpoint, request):
     policies = [{**settings["policy"], "name": "three"}, LOSSY]
-    shared = {"model": {"source": str(tiny_checkpoint("llama", head_dim=64)), "device": "cpu"}}
+    shared = {"model": {"source": str(tiny_checkpoint("llama", head_dim=64)), "device": request.param}}
     return {
         **shared,
         "workload": settings["workload"],
@@ -164,6 +164,21 @@ def test_a_validation_goes_on_with_the_groups_that_it_had_not_measured(validatio
     assert not (out / "groups").exists()
     validate.run({**validation, "out": str(out)})
     assert groups.seen == [2, 0, 2]  # a finished run is measured again
+
+
+def test_groups_of_another_text_are_measured_again(validation, groups, tmp_path):
+    groups.at = 2
+    with pytest.raises(KeyboardInterrupt):
+        validate.run({**validation, "out": str(tmp_path / "v")})
+    path = Path(validation["workload"]["path"])
+    text = path.read_text()
+    groups.at, groups.seen[:] = None, []
+    try:
+        path.write_text(text.replace("things", "thinks"))
+        validate.run({**validation, "out": str(tmp_path / "v")})
+    finally:
+        path.write_text(text)
+    assert groups.seen == [0, 2]
 
 
 def test_groups_measured_on_another_machine_are_measured_again(validation, groups, tmp_path, monkeypatch):
