@@ -2,9 +2,11 @@
 
 They come from a workload that this machine can build, or from a file of prompts (engine/prompts.py) where it has no
 texts. Both splits come from all parts of a book and from all files of a library, taking turns, so that what sets them
-apart is chance and not a chapter. Leaves out the texts themselves.
+apart is chance and not a chapter. So does any run of documents in a row, whether it is a batch or as many as were
+measured before time ran out. Leaves out the texts themselves.
 """
 
+import math
 from dataclasses import replace
 
 from prompts import read
@@ -13,6 +15,7 @@ from specdial.engine.workloads import Document, WorkloadSpec, build
 from specdial.policies.errors import UserError
 
 KINDS = {"code": "stdlib", "novel": "book", "summary": "summary"}
+GOLDEN = (math.sqrt(5.0) - 1.0) / 2.0
 SHARED_RUN = 256  # tokens in a row that only overlapping text has in common; requests and licences are shorter
 
 
@@ -66,7 +69,7 @@ def from_prompts(ids, train, test, new_tokens):
     if len(ids) < train or len(apart) < test:
         cause = f"of {len(ids)} prompts, {len(apart)} share no text with the first {train}; {test} are needed"
         raise UserError(cause, "ask for fewer documents, or write a file of more prompts")
-    return _numbered([*made[:train], *(replace(made[i], split="test") for i in apart[-test:])])
+    return _numbered(made[:train], [replace(made[i], split="test") for i in apart[-test:]])
 
 
 def _split(documents, test):
@@ -74,7 +77,7 @@ def _split(documents, test):
     total = len(documents)
     tested = [(i + 1) * test // total > i * test // total for i in range(total)]
     train = [replace(d, split="train") for d, late in zip(documents, tested) if not late]
-    return _numbered([*train, *(replace(d, split="test") for d, late in zip(documents, tested) if late)])
+    return _numbered(train, [replace(d, split="test") for d, late in zip(documents, tested) if late])
 
 
 def _runs(prompt):
@@ -82,5 +85,11 @@ def _runs(prompt):
     return {hash(prompt[i : i + SHARED_RUN].tobytes()) for i in range(len(prompt) - SHARED_RUN + 1)}
 
 
-def _numbered(documents):
-    return [replace(d, index=i) for i, d in enumerate(documents)]
+def _numbered(train, test):
+    return [replace(d, index=i) for i, d in enumerate([*_scattered(train), *_scattered(test)])]
+
+
+def _scattered(items):
+    """In the order of the fractional parts of i times the golden ratio: a run of them in a row comes from all over, as
+    evenly as can be."""
+    return [items[i] for i in sorted(range(len(items)), key=lambda i: i * GOLDEN % 1.0)]

@@ -1,5 +1,6 @@
 """The prediction benchmark: a dry run on tiny weights, its documents, and its arithmetic on made-up numbers."""
 
+import itertools
 import json
 from pathlib import Path
 
@@ -85,7 +86,7 @@ def test_prompts_that_share_text_with_train_documents_are_not_tested_on(script):
     module = script("prediction_documents")
     near = np.stack([text[i * 200 : i * 200 + 600] for i in range(12)])  # and these 400, more than a run
     found = module.from_prompts(near, 4, 7, 8)
-    assert [d.name for d in found if d.split == "test"] == [f"prompt-{i:03d}" for i in range(5, 12)]
+    assert sorted(d.name for d in found if d.split == "test") == [f"prompt-{i:03d}" for i in range(5, 12)]
     with pytest.raises(UserError, match="7 share no text with the first 4; 8 are needed"):
         module.from_prompts(near, 4, 8, 8)
 
@@ -95,9 +96,22 @@ def test_prompts_that_share_no_text_take_turns(script):
     ids = np.stack([text[i * 400 : i * 400 + 600] for i in range(12)])  # neighbours share 200 tokens, less than a run
     ids = np.insert(ids, 2, ids[1], axis=0)  # one that is there twice is left out
     documents = script("prediction_documents").from_prompts(ids, 6, 3, 8)
-    assert [d.name for d in documents] == [f"prompt-{i:03d}" for i in (0, 1, 4, 5, 7, 8, 3, 6, 9)]
+    of = {split: {d.name for d in documents if d.split == split} for split in ("train", "test")}
+    assert of["train"] == {f"prompt-{i:03d}" for i in (0, 1, 4, 5, 7, 8)}
+    assert of["test"] == {f"prompt-{i:03d}" for i in (3, 6, 9)}
     assert [d.split for d in documents] == ["train"] * 6 + ["test"] * 3
     assert [d.index for d in documents] == list(range(9))
+
+
+def test_documents_in_a_row_come_from_all_over_the_text(script):
+    """A batch, a part of a validation, the first few at batch 1: none of them is a chapter."""
+    ids = np.arange(96 * 300).reshape(96, 300)  # no two share a token
+    documents = script("prediction_documents").from_prompts(ids, 48, 48, 8)
+    for split, count in itertools.product(("train", "test"), (4, 8, 16, 24)):
+        places = np.array([int(d.name.removeprefix("prompt-")) for d in documents if d.split == split])
+        for first in range(48 - count + 1):
+            quarters = np.bincount(places[first : first + count] // 24, minlength=4)
+            assert np.abs(quarters - count / 4).max() <= 1.5
 
 
 def test_built_documents_share_no_text(script, tiny_model):
