@@ -6,11 +6,14 @@ but for what repeats differ by; after so many rounds; or when the next would tak
 
 Policies that replay refuses may be tried in the engine too. They decode the first documents once; those that are far
 behind the best finalist there are pruned, and only the others are measured with the finalists.
+
+A killed run goes on: what was measured to its end is not measured again, nor is anything of a finished run.
 """
 
-import time
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -61,32 +64,26 @@ def run(settings: Mapping[str, Any]) -> dict[str, Any]:
     s = parse(Settings, settings)
     out = Path(s.out)
     claim_directory(out, "refine", to_plain(s))
-    job: Job | None = None
+    job = cache(lambda: load_job(parse(ModelSettings, s.model, "model"), s.workload, s.split))
     rounds: list[dict[str, Any]] = []
     corrections: list[str] = []
     measured: dict[str, Policy] = {}
-    spent_s = last_s = 0.0
     ended = "rounds"
     for number in range(1, s.rounds + 1):
-        if spent_s + last_s > s.engine_s:
+        if rounds and sum(r["engine_s"] for r in rounds) + rounds[-1]["engine_s"] > s.engine_s:
             ended = "engine time"
             break
         here = out / f"round-{number}"
         print(f"\nround {number}: tune", flush=True)
         tuned = tune.run(_tune_settings(s, here, corrections))
         finalists, left_out = _finalists(here / "tune" / "policies", s.finalists)
-        job = job or load_job(parse(ModelSettings, s.model, "model"), s.workload, s.split)
-        started_s = time.monotonic()
-        tried, pruned = _tried(s, here, job, finalists)
+        tried, pruned, trials_s = _tried(s, here, job, finalists)
         print(f"\nround {number}: measure {len(finalists) + len(tried)} policies", flush=True)
-        rows = validate.run(_validate_settings(s, here, [*finalists, *tried]), job)["policies"]
-        last_s = time.monotonic() - started_s
-        spent_s += last_s
+        found = _validated(_validate_settings(s, here, [*finalists, *tried]), job)
         measured |= {policy_digest(p): p for p in _files(here / "validation" / "policies")}
-        swapped = disagreements(rows)
-        rounds.append(
-            {"policies": rows, "swapped": swapped, "left_out": left_out, "pruned": pruned, "engine_s": last_s}
-        )
+        swapped = disagreements(found["policies"])
+        about = {"policies": found["policies"], "swapped": swapped, "left_out": left_out, "pruned": pruned}
+        rounds.append({**about, "engine_s": trials_s + found["engine_s"]})
         corrections.append(str(here / "validation"))
         if not swapped:
             ended = "agreement"
@@ -98,7 +95,7 @@ def run(settings: Mapping[str, Any]) -> dict[str, Any]:
         "ended": ended,
         "best": best.name,
         "speedup": _measured_speedup(best),
-        "engine_s": spent_s,
+        "engine_s": sum(r["engine_s"] for r in rounds),
         "rounds": rounds,
         "settings": to_plain(s),
         "provenance": provenance(),
@@ -165,21 +162,39 @@ def _fitting(known: Sequence[Policy], policies: Sequence[Policy]) -> tuple[list[
     return fitting, left_out
 
 
-def _tried(s: Settings, here: Path, job: Job, finalists: list[Policy]) -> tuple[list[Policy], list[list[Any]]]:
-    """(policies that replay refuses and that are worth measuring, [name, speedup] of those that are not)."""
+def _tried(
+    s: Settings, here: Path, job: Callable[[], Job], finalists: list[Policy]
+) -> tuple[list[Policy], list[list[Any]], float]:
+    """(policies that replay refuses and that are worth measuring, [name, speedup] of those that are not, seconds that
+    trying took)."""
     refused, _ = _fitting(finalists, _files(here / "tune" / "refused"))
     if not refused:
-        return [], []
+        return [], [], 0.0
     policies = [*finalists[:1], *refused]
     once = {"repeats": 1, "fidelity": False, "out": str(here / "trials")}
-    rows = validate.run(
-        {**_validate_settings(s, here, policies), **once}, replace(job, documents=job.documents[: s.batch])
-    )["policies"]
-    speedups = [float(row["measured"]["speedup"]) for row in rows]
+    found = _validated({**_validate_settings(s, here, policies), **once}, job, documents=s.batch)
+    speedups = [float(row["measured"]["speedup"]) for row in found["policies"]]
     least = (1.0 - PRUNED_FRAC) * max([1.0, *speedups[: len(finalists[:1])]])
     judged = list(zip(refused, speedups[len(finalists[:1]) :], strict=True))
     kept = [policy for policy, speedup in judged if speedup >= least]
-    return kept, [[policy.name, speedup] for policy, speedup in judged if speedup < least]
+    pruned = [[policy.name, speedup] for policy, speedup in judged if speedup < least]
+    return kept, pruned, float(found["engine_s"])
+
+
+def _validated(settings: dict[str, Any], job: Callable[[], Job], documents: int | None = None) -> dict[str, Any]:
+    """validate's rows (policies) and seconds (engine_s) on the job's first documents, or all; read where an earlier
+    call came to their end. Raises UserError on a file that is none of validate's."""
+    path = Path(settings["out"]) / "validation.json"
+    if not path.exists():
+        loaded = job()
+        return validate.run(settings, replace(loaded, documents=loaded.documents[:documents]))
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if content["schema"] == validate.SCHEMA:
+            return {name: content[name] for name in ("policies", "engine_s")}
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+        pass
+    raise UserError(f"{path} is not a whole validation", f"delete {path.parent} to measure it again")
 
 
 def _files(folder: Path) -> list[Policy]:

@@ -95,10 +95,12 @@ def run(settings: Mapping[str, Any], job: Job | None = None) -> dict[str, Any]:
         bar.say("recording rows", now=True)
         runs = _record(job, models, _candidates(heads, s.heads_per_layer), s, bar)
     described = describe(job, Sampling())
-    drafted = models.get(DRAFT)
+    draft: dict[str, Any] | None = None
+    if drafted := models.get(DRAFT):
+        draft = {"name": s.draft, "digest": drafted.digest, "layers": drafted.config.layers, "random": drafted.random}
     meta = AttentionMeta(
         model=described["model"],
-        draft=None if drafted is None else {"name": s.draft, "digest": drafted.digest, "layers": drafted.config.layers},
+        draft=draft,
         documents=tuple(runs),
         heads_per_layer=s.heads_per_layer,
         candidate_keys=s.candidate_keys,
@@ -109,7 +111,7 @@ def run(settings: Mapping[str, Any], job: Job | None = None) -> dict[str, Any]:
         provenance=provenance(),
     )
     write_attention(out, meta, heads)
-    _print(out, heads, random=job.model.random)
+    _print(out, heads, random=any(model.random for model in models.values()))
     best = {h.source: {"layer": h.layer, "head": h.head, "needle_mass": h.needle_mass} for h in heads if h.rank == 1}
     return {"out": str(out), "documents": len(runs), "rows": sum(run.rows for run in runs), "best": best}
 

@@ -9,11 +9,10 @@ ends with its slowest sequence, a server would refill the batch. Greedy lossless
 output token by token, unless acceptance is synthetic. What a lossy policy's output is worth is measured too, in a
 decoding of its own that is not timed (fidelity), and stands beside what was predicted of it. Lossy policies are ranked
 among themselves. Python's collector rests while rounds are timed (garbage). A killed run goes on with the groups of
-documents that it had not measured, each measured whole and after a warm-up of its own.
+documents that it had not measured, after warming up again (resumed_groups).
 """
 
-import hashlib
-import json
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -31,10 +30,10 @@ from specdial.engine.progress import Bar, progress
 from specdial.engine.round import Round
 from specdial.engine.sampling import Sampling
 from specdial.engine.sequences import Sequences
-from specdial.engine.verbs.validate_groups import Group, KeptGroups, total_us
+from specdial.engine.verbs.validate_groups import Group, KeptGroup, KeptGroups, total_us
 from specdial.engine.verbs.validate_table import print_validation
 from specdial.engine.workloads import Document
-from specdial.policies.artifact import claim_directory, provenance, write_json_atomic
+from specdial.policies.artifact import claim_directory, digest_of, provenance, write_json_atomic
 from specdial.policies.errors import UserError
 from specdial.policies.fields import parse, setting, to_plain
 from specdial.policies.file import policy_digest, save_policy
@@ -122,8 +121,10 @@ def run(settings: Mapping[str, Any], job: Job | None = None) -> dict[str, Any]:
     claim_directory(out, "validate", {**to_plain(s), "policies": [{**p, **asides} for p in to_plain(s.policies)]})
     here, about = hardware(job.model.decoder.device), describe(job, s.sampling, policies)
     models = {"model": job.model.digest, "draft_models": about.get("draft_models")}
-    kept = KeptGroups(out, {"hardware": here, **models, "prompts": _prompts_digest(job.documents)})
-    results = _measure(job, [PLAIN, *[p for p in policies if p.k_max > 0]], s, kept)
+    software = {name: provenance()[name] for name in ("python", "versions")}
+    prompts = digest_of([d.prompt_ids for d in job.documents])
+    kept = KeptGroups(out, {"hardware": here, **software, **models, "prompts": prompts})
+    results, went = _measure(job, [PLAIN, *[p for p in policies if p.k_max > 0]], s, kept)
     by_digest = {policy_digest(r.policy): r for r in results}
     plain = results[0]
     rows = [_row(p, by_digest.get(policy_digest(p), plain) if p.k_max else plain, plain, s) for p in policies]
@@ -137,6 +138,7 @@ def run(settings: Mapping[str, Any], job: Job | None = None) -> dict[str, Any]:
         "split": s.split,
         "batch": s.batch,
         "repeats": s.repeats,
+        **went,
         **({"acceptance": to_plain(s.acceptance)} if s.acceptance else {}),
         "plain_us_per_token": plain_us_per_token,
         **_parts(ranked, plain_us_per_token),
@@ -147,10 +149,11 @@ def run(settings: Mapping[str, Any], job: Job | None = None) -> dict[str, Any]:
         "config": to_plain(s),
         "provenance": provenance(),
     }
-    write_json_atomic(out / "validation.json", content)
     for policy, row, name in zip(policies, rows, _file_names(policies)):
         measured = {**row["measured"], "split": s.split, "hardware": content["hardware"]}
+        measured |= {"random_weights": True} if job.model.random else {}
         save_policy(replace(policy, measured=measured), out / "policies" / f"{name}.yaml")
+    write_json_atomic(out / "validation.json", content)  # last: all is there once it is
     kept.forget()
     print_validation(out, job, rows, content)
     return {
@@ -158,33 +161,38 @@ def run(settings: Mapping[str, Any], job: Job | None = None) -> dict[str, Any]:
         "policies": rows,
         "regret": content["regret"],
         "rank_correlation": content["rank_correlation"],
+        **went,
     }
 
 
-def _prompts_digest(documents: list[Document]) -> str:
-    return hashlib.sha256(json.dumps([d.prompt_ids for d in documents]).encode()).hexdigest()
-
-
-def _measure(job: Job, policies: list[Policy], s: Settings, kept: KeptGroups) -> list[Measured]:
-    """kept: groups that an earlier call of this run measured, and where this one keeps its own meanwhile."""
+def _measure(
+    job: Job, policies: list[Policy], s: Settings, kept: KeptGroups
+) -> tuple[list[Measured], dict[str, float]]:
+    """What each policy did, and how measuring went: its seconds, and how many groups an earlier call of this run had
+    measured. kept: where those are, and where this call keeps its own meanwhile."""
     groups = [job.documents[i : i + s.batch] for i in range(0, len(job.documents), s.batch)]
     results = [Measured(p, len(groups[0]), s.acceptance.of(p)) for p in policies]
     batches = Batches(job, policies)
-    known = [kept.load(number) for number in range(len(groups))]
-    left = [group for group, found in zip(groups, known) if found is None]
-    if len(left) < len(groups):
-        print(f"{len(groups) - len(left)} of {len(groups)} groups of documents were measured before")
+    known = kept.load()
+    resumed = len(known)
+    left = [group for number, group in enumerate(groups) if number not in known]
+    if resumed:
+        print(f"{resumed} of {len(groups)} groups of documents were measured before")
     repeats, warming = len(left) * s.repeats, len({len(group) for group in left})
     warm: set[int] = set()  # sizes of groups; new sequences' graphs are still to be captured
     with progress("validate", repeats * (len(policies) + 1) + warming * len(policies)) as bar:
-        for number, (group, found) in enumerate(zip(groups, known)):
-            if found is None:
-                found = _measure_group(batches.prefilled(group), group, results, s, bar, cold=len(group) not in warm)
-                warm.add(len(group))
-                kept.save(number, found)
-            for result, of_group in zip(results, found, strict=True):
-                result.groups.append(of_group)
-    return results
+        for number, group in enumerate(groups):
+            if number in known:
+                continue
+            started_s = time.monotonic()
+            found = _measure_group(batches.prefilled(group), group, results, s, bar, cold=len(group) not in warm)
+            known[number] = KeptGroup(found, time.monotonic() - started_s)
+            kept.save(number, known[number])
+            warm.add(len(group))
+    for number in range(len(groups)):
+        for result, group_found in zip(results, known[number].groups, strict=True):
+            result.groups.append(group_found)
+    return results, {"resumed_groups": resumed, "engine_s": sum(group.spent_s for group in known.values())}
 
 
 def _measure_group(

@@ -1,12 +1,10 @@
-"""What validate measured of one group of documents, and the files that keep it until all groups are measured.
+"""What validate measured of one group of documents, and the journal that keeps it until all groups are measured.
 
 A group is decoded by every policy, so a killed run loses the group in flight. Nothing is kept of a finished run.
 """
 
 import json
 import math
-import shutil
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -15,10 +13,11 @@ import numpy as np
 
 from specdial.engine.fidelity import Fidelity
 from specdial.engine.round import PARTS, Round, kept_full
-from specdial.policies.artifact import write_json_atomic
+from specdial.policies.artifact import digest_of
 from specdial.policies.errors import UserError
 
-FOLDER = "groups"
+FILE = "groups.journal"
+SCHEMA = "specdial/validation-group/1"
 TYPES = {"top1_match": np.bool_, "kl_nats": np.float32, "hidden_cosine": np.float32, "rounds_since_full": np.int64}
 
 
@@ -65,35 +64,65 @@ def total_us(parts: dict[str, float]) -> float:
     return sum(parts.values())
 
 
+@dataclass(frozen=True, slots=True)
+class KeptGroup:
+    """What every policy did on one group, in their order, and how long measuring it took."""
+
+    groups: list[Group]
+    spent_s: float
+
+
 class KeptGroups:
-    """Measured groups below a run's directory, by number. Those of another machine, model or text are not its own."""
+    """Measured groups in a run's directory, by number: a journal of one line a group, each with its digest.
+
+    A last line without an end is one that a killed run did not finish, and counts for nothing. Lines that were written
+    under other facts are not this run's own.
+    """
 
     def __init__(self, out: Path, of: dict[str, Any]) -> None:
         """of: plain facts that must be the same for groups to go together."""
-        self._folder, self._of = out / FOLDER, json.loads(json.dumps(of))
+        self._path, self._of = out / FILE, digest_of({"schema": SCHEMA, **of})
 
-    def load(self, number: int) -> list[Group] | None:
-        """A group of each policy, in order; None where it was not measured, or under other facts.
-
-        Raises UserError on a file that `save` did not write.
-        """
-        path = self._folder / f"{number:05d}.json"
-        if not path.exists():
-            return None
+    def load(self) -> dict[int, KeptGroup]:
+        """What was measured under these facts. Raises UserError on a line that `save` did not write."""
         try:
-            content = json.loads(path.read_text(encoding="utf-8"))
-            return [_group(g) for g in content["policies"]] if content["of"] == self._of else None
-        except (ValueError, KeyError, TypeError, AttributeError):
-            raise UserError(f"{path} is damaged", "delete it to measure these documents again") from None
+            content = self._path.read_bytes()
+        except FileNotFoundError:
+            return {}
+        except OSError as error:
+            raise UserError(f"cannot read {self._path}: {error.strerror}", "choose another out=") from None
+        whole = content[: content.rfind(b"\n") + 1]
+        if whole != content:
+            self._path.write_bytes(whole)
+        lines = [self._line(number, line) for number, line in enumerate(whole.splitlines(), start=1)]
+        return {
+            line["number"]: KeptGroup([_group(g) for g in line["policies"]], line["spent_s"])
+            for line in lines
+            if line["of"] == self._of
+        }
 
-    def save(self, number: int, groups: Sequence[Group]) -> None:
-        """Write one group. Raises UserError when the directory refuses it."""
-        found = [{**asdict(g), "fidelity": [_plain(f) for f in g.fidelity]} for g in groups]
-        write_json_atomic(self._folder / f"{number:05d}.json", {"of": self._of, "policies": found})
+    def save(self, number: int, kept: KeptGroup) -> None:
+        """Add one group. Raises UserError when the file refuses it."""
+        groups = [{**asdict(g), "fidelity": [_plain(f) for f in g.fidelity]} for g in kept.groups]
+        line = {"of": self._of, "number": number, "spent_s": kept.spent_s, "policies": groups}
+        try:
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps([digest_of(line), line], allow_nan=False) + "\n")
+        except OSError as error:
+            raise UserError(f"cannot write {self._path}: {error.strerror}", "choose another out=") from None
 
     def forget(self) -> None:
-        """Remove them all."""
-        shutil.rmtree(self._folder, ignore_errors=True)
+        """Remove them all at once."""
+        self._path.unlink(missing_ok=True)
+
+    def _line(self, number: int, text: bytes) -> dict[str, Any]:
+        try:
+            digest, line = json.loads(text)
+            if digest == digest_of(line):
+                return dict(line)
+        except (ValueError, TypeError, RecursionError):
+            pass
+        raise UserError(f"line {number} of {self._path} is damaged", "delete that file to measure its documents again")
 
 
 def _plain(found: Fidelity) -> dict[str, Any]:

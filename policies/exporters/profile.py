@@ -12,7 +12,7 @@ columns and the few fields it needs by itself, since policies may not import the
 """
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +44,7 @@ class Counts:
     rounds: int
     accepted: Ints
     reached: Ints
-    random: bool  # the model's weights were
+    random_weights: bool
 
     @property
     def conditional(self) -> list[float | None]:
@@ -76,15 +76,17 @@ def lower(policy: Policy, options: Options, stem: str) -> Lowered:
             "conditional": counts.conditional,
             "acceptance_length": 1.0 + sum(counts.marginal),
         }
-        said = ", of random weights" if counts.random else ""
-        content |= {"random_weights": True} if counts.random else {}
-        rows = [Row("all", "acceptance", "kept", f"by depth, from {counts.rounds} {counts.basis}{said}")]
+        random = counts.random_weights
+        row = Row("all", "acceptance", "kept", f"by depth, from {counts.rounds} {counts.basis}")
     else:
-        blocks, rows = _told(policy)
+        blocks, row, random = _told(policy)
         content |= blocks
-    rows.append(Row("all", "rest", "dropped", "a profile says how often drafts are accepted, not how they are made"))
+    if random:
+        content["random_weights"] = True
+        row = replace(row, note=f"{row.note}, of random weights")
+    rows = (row, Row("all", "rest", "dropped", "a profile says how often drafts are accepted, not how they are made"))
     usage = "vLLM: synthetic_acceptance_rates takes `marginal`; specdial: acceptance.synthetic takes `conditional`"
-    return Lowered({".json": json.dumps(content, indent=1, allow_nan=False) + "\n"}, tuple(rows), usage)
+    return Lowered({".json": json.dumps(content, indent=1, allow_nan=False) + "\n"}, rows, usage)
 
 
 def count(trace: Path, policy: Policy) -> Counts:
@@ -94,7 +96,8 @@ def count(trace: Path, policy: Policy) -> Counts:
         raise UserError(f"policy {policy.name} drafts nothing", "a profile needs drafts: export another policy")
     if "synthetic_acceptance" in meta:
         raise UserError(f"trace {trace} accepted drafts by chance", "give a trace whose drafts were judged")
-    random = bool(meta.get("model", {}).get("random"))
+    model = meta.get("model")
+    random = isinstance(model, dict) and bool(model.get("random"))
     if meta.get("policy") == policy.decisions():
         rounds = _columns(trace, "rounds", ("k", "accepted"))
         k, taken = rounds["k"], rounds["accepted"]
@@ -133,8 +136,8 @@ def _arm(meta: dict[str, Any], policy: Policy) -> int | None:
     return None
 
 
-def _told(policy: Policy) -> tuple[dict[str, Any], list[Row]]:
-    """What the measured block says, else the expected one."""
+def _told(policy: Policy) -> tuple[dict[str, Any], Row, bool]:
+    """What the measured block says, else the expected one, and whether weights were random."""
     for basis, block in (("measured", policy.measured), ("expected", policy.expected)):
         length = told(block, "tokens_per_round")
         if block is None or length is None:
@@ -146,11 +149,12 @@ def _told(policy: Policy) -> tuple[dict[str, Any], list[Row]]:
             "conditional": None,
             "acceptance_length": length,
         }
+        random = block.get("random_weights") is True or "random weights" in (block.get("caveats") or ())
         if told(block, "k") == 1.0:  # every round drafted one token: its share is all there is to know
             found |= {"marginal": [length - 1.0], "conditional": [length - 1.0]}
-            return found, [Row("all", "acceptance", "kept", f"one draft a round, from the {basis} block")]
+            return found, Row("all", "acceptance", "kept", f"one draft a round, from the {basis} block"), random
         note = f"tokens per round from the {basis} block; by depth unknown without trace="
-        return found, [Row("all", "acceptance", "approximated", note)]
+        return found, Row("all", "acceptance", "approximated", note), random
     raise UserError(
         f"policy {policy.name} has no measured or expected tokens per round", "give trace=DIR, or a tuned policy"
     )

@@ -41,8 +41,10 @@ def engine(request, tmp_path, monkeypatch):
             measured = {**known, "repeat_spread_frac": 0.0}
             save_policy(dataclasses.replace(policy, measured=measured), out / "policies" / f"{i}.yaml")
             rows.append({"name": policy.name, "predicted": policy.expected or {}, "measured": measured})
-        write_json_atomic(out / "validation.json", {"plain_us_per_token": outcomes[0].baseline_us_per_token})
-        return {"policies": rows}
+        found = {"policies": rows, "engine_s": 2.0}
+        about = {"schema": refine.validate.SCHEMA, "plain_us_per_token": outcomes[0].baseline_us_per_token}
+        write_json_atomic(out / "validation.json", {**about, **found})
+        return found
 
     monkeypatch.setattr(refine.validate, "run", validate)
     monkeypatch.setattr(refine, "load_job", lambda model, workload, split: Job(None, "", None, [0, 1, 2]))
@@ -76,6 +78,39 @@ def test_the_order_agrees_once_costs_are_corrected(engine, tmp_path):
     assert load_policy(tmp_path / "out" / "policy.yaml").k_max == 0  # no policy is faster than plain decoding
     corrected_with = json.loads((tmp_path / "out" / "round-2" / "tune" / "study.json").read_text())["settings"]
     assert corrected_with["corrections"] == [str(tmp_path / "out" / "round-1" / "validation")]
+    assert found["engine_s"] == 4.0
+
+
+@pytest.mark.parametrize("stopped_in", [1, 2, None])
+def test_a_stopped_run_goes_on_with_its_round(engine, stopped_in, tmp_path, monkeypatch):
+    """And measures nothing when it was finished. None: stopped in no round."""
+    wanted = refine.run(settings(tmp_path / "other", **{n: str(tmp_path / n) for n in ("trace", "costs")}))
+    whole, validate = len(engine), refine.validate.run
+
+    def stopping(settings, job):
+        if f"round-{stopped_in}/" in settings["out"]:
+            raise KeyboardInterrupt
+        return validate(settings, job)
+
+    if stopped_in:
+        monkeypatch.setattr(refine.validate, "run", stopping)
+        with pytest.raises(KeyboardInterrupt):
+            refine.run(settings(tmp_path))
+        monkeypatch.setattr(refine.validate, "run", validate)
+    else:
+        refine.run(settings(tmp_path))
+    found = refine.run(settings(tmp_path))
+    assert len(engine) == 2 * whole
+    timeless = {name for name in wanted if name not in ("settings", "provenance")}
+    assert {n: found[n] for n in timeless} == {n: wanted[n] for n in timeless}
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"schema": "specdial/validation/9"}', "[" * 100_000])
+def test_a_damaged_validation_is_one_clear_error(engine, text, tmp_path):
+    refine.run(settings(tmp_path))
+    (tmp_path / "out" / "round-1" / "validation" / "validation.json").write_text(text)
+    with pytest.raises(UserError, match=r"validation\.json is not a whole validation"):
+        refine.run(settings(tmp_path))
 
 
 @pytest.mark.parametrize(("engine", "drafts"), [(0.25, True), (4.0, False)], indirect=["engine"])

@@ -9,17 +9,25 @@ import json
 import math
 import os
 import signal
+from collections import Counter
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
 
+from specdial.engine import timed
 from specdial.engine.batches import Batches
 from specdial.engine.fidelity import Fidelity
 from specdial.engine.trace.reader import read_trace
 from specdial.engine.verbs import record, validate
-from specdial.engine.verbs.validate_groups import TYPES, Group, KeptGroups
+from specdial.engine.verbs.validate_groups import FILE, TYPES, Group, KeptGroup, KeptGroups
+from specdial.policies.artifact import digest_of
 from specdial.policies.errors import UserError
 
 TIMES = ["draft_us", "verify_us", "select_us", "host_us"]
@@ -137,71 +145,141 @@ def validation(settings, tiny_checkpoint, request):
     }
 
 
+@pytest.fixture
+def stopped(validation, groups, tmp_path):
+    """Where a validation of two groups was stopped in the second one."""
+    groups.at = 2
+    with pytest.raises(KeyboardInterrupt):
+        validate.run({**validation, "out": str(tmp_path / "stopped")})
+    groups.at, groups.seen[:] = None, []
+    return tmp_path / "stopped"
+
+
 def counted(found):
     """What validate says of its policies, without times and what follows from them."""
     timed = {"speedup", "low", "high", "us_per_token", "repeat_spread_frac", "longest_round", "full_batch"}
     return [{name: x for name, x in p["measured"].items() if name not in timed} for p in found["policies"]]
 
 
-def test_a_validation_goes_on_with_the_groups_that_it_had_not_measured(validation, groups, tmp_path, capsys):
-    wanted = counted(validate.run({**validation, "out": str(tmp_path / "whole")}))
-    assert groups.seen == [0, 2]
-    out = tmp_path / "stopped"
-    groups.at = 2
-    with pytest.raises(KeyboardInterrupt):
-        validate.run({**validation, "out": str(out)})
-    path = out / "groups" / "00000.json"
-    kept = json.loads(path.read_text())
-    kept["policies"][1]["times_us"] = [1e9, 1e9]  # the first after plain decoding
-    path.write_text(json.dumps(kept))
-    groups.at, groups.seen[:] = None, []
-    found = validate.run({**validation, "out": str(out)})
+def test_a_validation_goes_on_with_the_groups_that_it_had_not_measured(
+    validation, groups, stopped, tmp_path, capsys, monkeypatch
+):
+    whole = validate.run({**validation, "out": str(tmp_path / "whole")})
+    wanted = counted(whole)
+    assert (groups.seen, whole["resumed_groups"]) == ([0, 2], 0)
+    (line,) = (json.loads(line)[1] for line in (stopped / FILE).read_text().splitlines())
+    line["policies"][1]["times_us"] = [1e9, 1e9]  # the first after plain decoding
+    line["spent_s"] = 1e6
+    (stopped / FILE).write_text(json.dumps([digest_of(line), line]) + "\n" + '["torn')
+    groups.seen[:] = []
+    decoded, decode = [], timed.decode
+    monkeypatch.setattr(timed, "decode", lambda *args, **more: decoded.append(args[1].name) or decode(*args, **more))
+    found = validate.run({**validation, "out": str(stopped)})
     assert groups.seen == [2]
-    assert "1 of 2 groups of documents were measured before" in capsys.readouterr().out
+    assert Counter(decoded) == {"plain": 1 + 2 * 2, "three": 1 + 2, "lossy": 1 + 2}  # once to warm up, then timed
+    said = capsys.readouterr()
+    assert "1 of 2 groups of documents were measured before" in said.out
     assert wanted[1]["fidelity"]["top1_agreement"] is not None
     assert counted(found) == wanted
     assert found["policies"][0]["measured"]["us_per_token"] > 1e9 / wanted[0]["tokens"]
-    assert not (out / "groups").exists()
-    validate.run({**validation, "out": str(out)})
+    content = json.loads((stopped / "validation.json").read_text())
+    assert (content["resumed_groups"], found["resumed_groups"]) == (1, 1)
+    assert content["engine_s"] > 1e6
+    assert not (stopped / FILE).exists()
+    validate.run({**validation, "out": str(stopped)})
     assert groups.seen == [2, 0, 2]  # a finished run is measured again
 
 
-def test_groups_of_another_text_are_measured_again(validation, groups, tmp_path):
-    groups.at = 2
-    with pytest.raises(KeyboardInterrupt):
-        validate.run({**validation, "out": str(tmp_path / "v")})
+def test_progress_is_over_what_is_left_to_measure(validation, stopped, monkeypatch):
+    bars = []
+
+    @contextmanager
+    def progress(name, total):
+        bars.append(SimpleNamespace(total=total, done=0))
+        bars[0].advance = lambda count, said: setattr(bars[0], "done", bars[0].done + count)
+        yield bars[0]
+
+    monkeypatch.setattr(validate, "progress", progress)
+    validate.run({**validation, "out": str(stopped)})
+    assert bars[0].done == bars[0].total == 3 + 2 * 4
+
+
+def test_groups_of_another_text_are_measured_again(validation, groups, stopped):
     path = Path(validation["workload"]["path"])
     text = path.read_text()
-    groups.at, groups.seen[:] = None, []
     try:
         path.write_text(text.replace("things", "thinks"))
-        validate.run({**validation, "out": str(tmp_path / "v")})
+        validate.run({**validation, "out": str(stopped)})
     finally:
         path.write_text(text)
     assert groups.seen == [0, 2]
 
 
-def test_groups_measured_on_another_machine_are_measured_again(validation, groups, tmp_path, monkeypatch):
-    groups.at = 2
-    here = validate.hardware
-    monkeypatch.setattr(validate, "hardware", lambda device: {"device": "cpu", "name": "another"})
-    with pytest.raises(KeyboardInterrupt):
-        validate.run({**validation, "out": str(tmp_path / "v")})
-    monkeypatch.setattr(validate, "hardware", here)
-    groups.at, groups.seen[:] = None, []
-    validate.run({**validation, "out": str(tmp_path / "v")})
+@pytest.mark.parametrize("other", ["hardware", "versions", "model", "draft_models"])
+def test_groups_measured_under_other_facts_are_measured_again(validation, groups, stopped, other, monkeypatch):
+    described, made = validate.describe, validate.provenance
+    if other == "hardware":
+        monkeypatch.setattr(validate, "hardware", lambda device: {"device": "cpu", "name": "another"})
+    if other == "versions":
+        monkeypatch.setattr(validate, "provenance", lambda: {**made(), "versions": {"specdial": "99"}})
+    if other == "draft_models":
+        changed = {"draft_models": {"small": "another digest"}}
+        monkeypatch.setattr(validate, "describe", lambda *args: {**described(*args), **changed})
+    if other == "model":
+        weights = Path(validation["model"]["source"]) / "model.safetensors"
+        kept = weights.read_bytes()
+        weights.write_bytes(kept[:-1] + bytes([kept[-1] ^ 1]))
+    try:
+        validate.run({**validation, "out": str(stopped)})
+    finally:
+        if other == "model":
+            weights.write_bytes(kept)
     assert groups.seen == [0, 2]
 
 
-def test_a_damaged_group_is_one_clear_error(tmp_path):
+def kept_line(tmp_path):
     kept = KeptGroups(tmp_path, {"model": "m"})
-    kept.save(0, [Group()])
-    path = tmp_path / "groups" / "00000.json"
-    whole = path.read_text()
-    for damaged in (whole[:-9], "[]", "{}", whole.replace('"times_us"', '"times"')):
-        path.write_text(damaged)
-        with pytest.raises(UserError, match=r"00000.json is damaged; delete it"):
-            kept.load(0)
+    kept.save(0, KeptGroup([Group()], 1.5))
+    return kept, tmp_path / FILE
+
+
+@given(damage=st.data())
+@hypothesis_settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_a_damaged_group_is_one_clear_error(tmp_path, damage):
+    kept, path = kept_line(tmp_path)
+    whole = path.read_bytes()
+    place = damage.draw(st.sampled_from([i for i, byte in enumerate(whole[:-1]) if byte != ord(" ")]))
+    byte = damage.draw(st.integers(0, 255).filter(lambda b: b != whole[place]))
+    path.write_bytes(whole[:place] + bytes([byte]) + whole[place + 1 :])
+    with pytest.raises(UserError, match=r"line [12] of .*groups.journal is damaged"):
+        kept.load()
+    kept.forget()
+
+
+@pytest.mark.parametrize("line", ["[]", "{}", "null", "[" * 100_000, '["digest", {}]', "[1, 2, 3]", ""])
+def test_a_line_of_something_else_is_one_clear_error(tmp_path, line):
+    kept, path = kept_line(tmp_path)
+    path.write_text(path.read_text() + line + "\n")
+    with pytest.raises(UserError, match=r"line 2 of .*groups.journal is damaged"):
+        kept.load()
+
+
+@pytest.mark.parametrize("rest", [b"", b"[", b"\x00" * 7])
+def test_a_line_without_an_end_counts_for_nothing(tmp_path, rest):
+    kept, path = kept_line(tmp_path)
+    path.write_bytes(path.read_bytes() + rest)
+    assert list(kept.load()) == [0]
+    kept.save(1, KeptGroup([Group()], 1.0))
+    assert list(kept.load()) == [0, 1]
+
+
+def test_a_journal_that_cannot_be_read_or_written_is_one_clear_error(tmp_path):
+    (tmp_path / FILE).mkdir()
+    kept = KeptGroups(tmp_path, {})
+    with pytest.raises(UserError, match="cannot read"):
+        kept.load()
+    with pytest.raises(UserError, match="cannot write"):
+        kept.save(0, KeptGroup([], 0.0))
 
 
 def test_what_is_kept_of_a_group_comes_back_as_it_was(tmp_path):
@@ -210,14 +288,14 @@ def test_what_is_kept_of_a_group_comes_back_as_it_was(tmp_path):
     judged = Fidelity(**arrays, rounds_since_full=np.array([0, 3]), prefix_tokens=1, agreeing_tokens=2, plain_tokens=4)
     groups = [Group([1.5, 2.0], [1.0], 3, 4, 5, 6, 7, 8, 9, {"draft": 0.5, "host": 2.0}, [judged]), Group()]
     kept = KeptGroups(tmp_path, {"hardware": {"name": "here"}})
-    kept.save(3, groups)
-    assert kept.load(2) is None
-    assert KeptGroups(tmp_path, {"hardware": {"name": "there"}}).load(3) is None
-    one, empty = kept.load(3)
-    assert empty == groups[1]
-    (found,) = one.fidelity
+    kept.save(3, KeptGroup(groups, 4.5))
+    assert KeptGroups(tmp_path, {"hardware": {"name": "there"}}).load() == {}
+    ((number, found),) = kept.load().items()
+    one, empty = found.groups
+    assert (number, found.spent_s, empty) == (3, 4.5, groups[1])
+    (fidelity,) = one.fidelity
     for name, dtype in TYPES.items():
-        assert getattr(found, name).dtype == dtype
-        np.testing.assert_array_equal(getattr(found, name), getattr(judged, name))
-    assert replace(found, **{name: getattr(judged, name) for name in TYPES}) == judged
+        assert getattr(fidelity, name).dtype == dtype
+        np.testing.assert_array_equal(getattr(fidelity, name), getattr(judged, name))
+    assert replace(fidelity, **{name: getattr(judged, name) for name in TYPES}) == judged
     assert replace(one, fidelity=[]) == replace(groups[0], fidelity=[])

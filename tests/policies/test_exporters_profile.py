@@ -73,6 +73,27 @@ def test_random_weights_are_said(recorded):
     assert ("random_weights" in content, "random" in lowered.rows[0].note) == (False, False)
 
 
+@pytest.mark.parametrize("k", [1.0, 3.0])
+@pytest.mark.parametrize(
+    "said", [{"measured": {"random_weights": True}}, {"expected": {"caveats": ["random weights"]}}]
+)
+def test_a_block_says_random_weights(said, k):
+    ((basis, about),) = said.items()
+    for random in (True, False):
+        block = {"tokens_per_round": 1.5, "k": k, **(about if random else {})}
+        content, lowered = profile(policy_from_mapping({**FIXED, basis: block}), None)
+        assert content["basis"] == basis
+        assert content.get("random_weights", False) is random
+        assert lowered.rows[0].note.endswith(", of random weights") is random
+
+
+@pytest.mark.parametrize("model", [None, "m", [1]])
+def test_a_meta_without_a_model_is_no_traceback(recorded, model):
+    meta = json.loads((recorded / "meta.json").read_text())
+    (recorded / "meta.json").write_text(json.dumps({**meta, "model": model}))
+    assert "random_weights" not in profile(policy_from_mapping(FIXED), recorded)[0]
+
+
 def test_a_dense_arm_gives_every_positions_acceptance(tmp_path):
     shape = Shape(documents=3, new_tokens=24)
     write_trace(tmp_path / "t", shape)

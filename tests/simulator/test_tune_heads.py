@@ -17,9 +17,12 @@ SEARCH = {"budget": 40, "stage_budgets": [32], "heads_per_layer": 1, "trials": 8
 
 @pytest.fixture
 def recorded(tmp_path):
-    """recorded(draft=True) -> a trace of two documents, of random rows: two layers of one head each."""
+    """recorded(draft=True) -> a trace of two documents, of random rows: two layers of one head each.
 
-    def write(*, draft=True, random=False):
+    random: the source whose weights were random, if any.
+    """
+
+    def write(*, draft=True, random=""):
         rng = np.random.default_rng(0)
         out = tmp_path / "trace"
         sources = (TARGET, DRAFT) if draft else (TARGET,)
@@ -29,10 +32,9 @@ def recorded(tmp_path):
             write_rows(out, doc, kept, FIRST)
         runs = tuple(RowRun(doc, split, FIRST, FIRST, ROWS) for doc, split in enumerate(("train", "test")))
         heads = [HeadScore(source, layer, 0, 0.5, 0.0, 1, layer + 1) for source in sources for layer in range(2)]
-        said = {"name": "small", "random": random} if draft else None
-        write_attention(
-            out, AttentionMeta({"digest": "d", "random": False}, said, runs, 1, 4096, 4096, {}, {}, {}, {}), heads
-        )
+        model, small = {"digest": "d", "random": random == TARGET}, {"name": "small", "random": random == DRAFT}
+        meta = AttentionMeta(model, small if draft else None, runs, 1, 4096, 4096, {}, {}, {}, {})
+        write_attention(out, meta, heads)
         return str(out)
 
     def rows(rng):
@@ -61,8 +63,9 @@ def test_the_choice_is_written_as_a_policy(recorded, tmp_path, capsys):
     assert (document["caveats"], "random weights" in said.out) == ([], False)
 
 
-def test_random_weights_are_said(recorded, tmp_path, capsys):
-    tune_heads.run({"trace": recorded(random=True), "out": str(tmp_path / "o"), "budgets": [30], "search": SEARCH})
+@pytest.mark.parametrize("source", [TARGET, DRAFT])
+def test_random_weights_are_said(recorded, source, tmp_path, capsys):
+    tune_heads.run({"trace": recorded(random=source), "out": str(tmp_path / "o"), "budgets": [30], "search": SEARCH})
     assert json.loads((tmp_path / "o" / "heads.json").read_text())["caveats"] == ["random weights"]
     titles = [line for line in capsys.readouterr().out.splitlines() if "documents:" in line]
     assert len(titles) == 4

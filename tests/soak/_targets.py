@@ -20,6 +20,7 @@ from specdial.engine.models.config import ModelConfig
 from specdial.engine.models.tensors import tensor_shapes
 from specdial.engine.tokenizer import Tokenizer
 from specdial.engine.trace.reader import read_costs, read_trace
+from specdial.engine.verbs.validate_groups import FILE, Group, KeptGroup, KeptGroups
 from specdial.engine.weights import load_model
 from specdial.engine.weights.eagle import load_head, save_head
 from specdial.engine.weights.gguf_header import GgufFile
@@ -69,6 +70,10 @@ def targets(folder: Path) -> dict[str, Target]:
     scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512, "mscale": 1.0}
     (folder / "config.json").write_text(json.dumps({**config, "rope_scaling": scaling, "sliding_window": None}))
 
+    groups = KeptGroups(folder, {})
+    for number in range(2):
+        groups.save(number, KeptGroup([Group([1.5])], 1.0))
+
     def all_tensors() -> None:
         weights = SafetensorsWeights(hf)
         for name in weights:
@@ -110,6 +115,7 @@ def targets(folder: Path) -> dict[str, Target]:
         "trace drafts values": (folder / "trace" / "drafts-00001.parquet", table_edited, trace, 3),
         "costs": (folder / "costs" / "costs.parquet", edited, costs, 2),
         "costs values": (folder / "costs" / "costs.parquet", table_edited, costs, 3),
+        "validated groups": (folder / FILE, edited, groups.load, 4),
         "eagle config": (eagle / "config.json", reshaped, lambda: load_head(eagle, model.decoder), 2),
         "eagle tensors": (eagle / "model.safetensors", edited, lambda: load_head(eagle, model.decoder), 1),
         "eagle pickled": (bins / "pytorch_model.bin", edited, lambda: load_head(bins, model.decoder), 2),

@@ -38,7 +38,7 @@ LOOKUP = {"name": "lookup", "drafter": {"kind": "lookup"}, "controller": {"kind"
 # What the clock says, and what follows from it; names with a unit of us are times too.
 TIMED = {"made_at", "low", "high", "speedup", "error_frac", "regret", "rank_correlation", "median_error_frac"}
 TIMED |= {"worst_error_frac", "cost_error_frac", "plain_error_frac", "repeat_spread_frac", "leave_one_out"}
-TIMED |= {"measured_at"}
+TIMED |= {"measured_at", "engine_s", "resumed_groups"}
 TARGETS = ("specdial", "vllm", "sglang", "tensorrt_llm", "transformers", "llama_cpp")
 Action = Callable[[Path], object]
 
