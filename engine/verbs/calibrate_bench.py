@@ -1,11 +1,15 @@
 """One batch of identical prompts, held at a chosen length, whose rounds are timed configuration by configuration.
 
-Configurations are interleaved so that drift of the machine falls on all alike. Terms of a partial verification that no
-moment of a round tells apart are told apart by difference: choosing keys is timed alone, right after a round, and what
-verifications take beyond its median is verify_partial; what a full round that recomputes rows takes beyond the median
-full round is refresh. Sums are therefore what rounds took. Leaves out what is timed (calibrate_plan).
+Configurations are interleaved so that drift of the machine falls on all alike. On a GPU each is also timed for a while
+without a pause, as an answer takes: under some its clocks then fall.
+
+Terms of a partial verification that no moment of a round tells apart are told apart by difference: choosing keys is
+timed alone, right after a round, and what verifications take beyond its median is verify_partial; what a full round
+that recomputes rows takes beyond the median full round is refresh. Sums are therefore what rounds took. Leaves out what
+is timed (calibrate_plan).
 """
 
+import time
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
@@ -38,6 +42,8 @@ from specdial.policies.errors import UserError
 from specdial.policies.schema import Policy, plain_policy
 
 WARMUP_REPEATS = 1
+SUSTAINED_S = 1.0  # on a GPU, of every k in the last repeat: rounds were seen to take longer after .1 to .8 s
+WATCHED_S = 0.3  # of every k and budget under a controller that looks at signals: the host's part scatters
 PLAIN = plain_policy()
 Key = tuple[str, int, int]  # operation, k, budget
 Samples = dict[Key, list[float]]
@@ -62,14 +68,17 @@ class Bench:
         for repeat in range(-WARMUP_REPEATS, self.settings.repeats):
             if repeat == 0:  # what came before was to warm up
                 full, partial, steps = {}, {source: {} for source in partial}, []
+            left = self.settings.repeats - repeat
+            sustained_s = SUSTAINED_S if left == 1 else 0.0
             for k, budget in self._configurations(max(repeat, 0)):
-                self._full(full, context, k, budget)
+                for _ in self._again(sustained_s):
+                    self._full(full, context, k, budget)
                 if k and self.waits:
-                    self._watched(full, context, k, budget)
+                    self._watched(full, context, k, budget, WATCHED_S if left <= len(self.plans[0].budgets) else 0.0)
             for plan in self.plans:
                 if plan.source:
                     self._partial(partial[plan.source], plan, context, max(repeat, 0))
-            if plain:
+            for _ in self._again(sustained_s) if plain else ():
                 steps += [r.verify_us + r.host_us for r in self._rounds(context, PLAIN, self._usual)]
         self._check(full, partial, context)
         rows = [self._row("", ("plain", 0, 0), context, steps)] if plain else []
@@ -123,13 +132,25 @@ class Bench:
             self._add_drafts(found, r, k, budget)
 
     @property
+    def sustains(self) -> bool:
+        """Is anything timed for a while without a pause? On a GPU."""
+        return self.sequences.graphs.enabled
+
+    def _again(self, least_s: float) -> Iterator[None]:
+        """Once, and on a GPU until so many seconds have passed."""
+        until_s = time.monotonic() + (least_s if self.sustains else 0.0)
+        yield
+        while time.monotonic() < until_s:
+            yield
+
+    @property
     def waits(self) -> bool:
         """Do rounds take longer where a controller looks at signals? On a GPU, unless drafts are known at once."""
         drafter = self.plans[0].drafter
         return self.sequences.graphs.enabled and drafter.kind != "lookup" and drafter.tree is None
 
-    def _watched(self, found: Samples, context: int, k: int, budget: int) -> None:
-        """Rounds of k drafts under controllers that look at every signal and never stop before."""
+    def _watched(self, found: Samples, context: int, k: int, budget: int, least_s: float) -> None:
+        """Rounds of k drafts under controllers that look at every signal and never stop before, so long of each."""
         controllers: dict[str, ControllerConfig] = {
             "lag0": ConfidenceConfig(threshold=0.0, k_max=k),
             "lag1": ConfidenceConfig(threshold=0.0, k_max=k, lag=1),
@@ -137,9 +158,10 @@ class Bench:
         }
         for name, controller in controllers.items():
             policy = replace(self.plans[0].policies[k, budget], controller=controller)
-            for r in self._rounds(context, policy, self._usual, synthetic=self._accepted(policy, k)):
-                found.setdefault((f"draft_{name}", k, budget), []).append(r.draft_us / k)
-                found.setdefault((f"host_{name}", k, 0), []).append(r.host_us)
+            for _ in self._again(least_s):
+                for r in self._rounds(context, policy, self._usual, synthetic=self._accepted(policy, k)):
+                    found.setdefault((f"draft_{name}", k, budget), []).append(r.draft_us / k)
+                    found.setdefault((f"host_{name}", k, 0), []).append(r.host_us)
 
     def _add_drafts(self, found: Samples, r: Round, k: int, budget: int) -> None:
         if k:

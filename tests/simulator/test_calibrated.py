@@ -7,7 +7,7 @@ import pytest
 
 from specdial.engine.trace.reader import read_costs
 from specdial.engine.trace.schema import WATCHED, WATCHED_OPS
-from specdial.engine.verbs import calibrate
+from specdial.engine.verbs import calibrate, calibrate_bench
 from specdial.engine.verbs.calibrate_bench import Bench
 from specdial.engine.verbs.calibrate_plan import Plan, Settings, plans_of
 from specdial.policies.errors import UserError
@@ -71,6 +71,22 @@ def test_a_controller_that_looks_at_signals_is_priced_by_rounds_that_waited_for_
         assert table.cost_us[DRAFT, 2, 0] == 2 * model.at(f"draft{end}", 64.0, 1, 2, 40)[0]
         assert table.cost_us[HOST, 2, 0] == model.at(f"host{end}", 64.0, 1, 2)[0]
         assert table.cost_us[HOST, 0, 0] == model.at("host", 64.0, 1, 0)[0], "nothing is looked at without drafts"
+
+
+def test_every_configuration_is_also_timed_without_a_pause(settings, monkeypatch):
+    """As on a GPU, whose clocks fall under a load that lasts."""
+    monkeypatch.setattr(Bench, "waits", True)
+    counts = []
+    for sustains in (False, True):
+        monkeypatch.setattr(Bench, "sustains", sustains)
+        monkeypatch.setattr(calibrate_bench, "SUSTAINED_S", 0.1)
+        monkeypatch.setattr(calibrate_bench, "WATCHED_S", 0.1)
+        calibrate.run({**settings, "ks": [0, 1, 2], "out": f"{settings['out']}-{sustains}"})
+        rows = read_costs(f"{settings['out']}-{sustains}").rows.to_pylist()
+        counts.append({(row["op"], row["k"], row["budget"]): row["n"] for row in rows})
+    short, long = counts
+    assert short.keys() == long.keys()
+    assert all(long[key] > short[key] for key in short)
 
 
 def test_every_drafter_is_priced_by_its_own_rounds(settings):
